@@ -1,0 +1,19 @@
+"""TALON for transformers: training-free, confidence-gated draft trees for `generate`."""
+
+from .candidates import TalonCandidateGenerator
+from .config import TalonConfig
+from .decoding import TalonOutput
+from .drafter import Drafter
+from .eagle import EagleDraft
+from .generate import generate
+from .stats import TalonStats
+
+__all__ = [
+    "Drafter",
+    "EagleDraft",
+    "TalonCandidateGenerator",
+    "TalonConfig",
+    "TalonOutput",
+    "TalonStats",
+    "generate",
+]

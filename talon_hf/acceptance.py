@@ -1,0 +1,120 @@
+"""Acceptance: walk a scored tree as plain decoding would walk the text.
+
+At the root the target picks its next token. If a child carries that token, its logits are already there: move to it
+and pick again. The first pick that no child carries is the bonus token, and the round ends. Since drafts are
+deterministic (point masses), picking first and matching second has the law of rejection with residual resampling
+(docs/algorithm.md proves it); `residual` is that other form, as the paper and EAGLE write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import LongTensor, Tensor
+
+from .sampling import Picker
+from .transcript import Transcript
+from .tree import DraftTree
+
+Rule = Callable[[Picker, Tensor, Sequence[Sequence[int]]], LongTensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target took of R trees.
+
+    Attributes:
+        paths: per row, columns of the accepted nodes in order, the root first.
+        emitted: per row, how many tokens the round emitted: the accepted ones and the bonus, up to a stop.
+    """
+
+    paths: list[list[int]]
+    emitted: list[int]
+
+
+def match(picker: Picker, scores: Tensor, children: Sequence[Sequence[int]]) -> LongTensor:
+    """(R,) tokens by sample-then-match: one draw of plain decoding; `children` plays no part in it.
+
+    Args:
+        picker: draws.
+        scores: (R, V) float32 processed scores.
+        children: per row, the tokens of the current node's children.
+    """
+    return picker.draw(scores)
+
+
+def residual(picker: Picker, scores: Tensor, children: Sequence[Sequence[int]]) -> LongTensor:
+    """(R,) tokens by recursive rejection and residual resampling (TALON section 3.3, EAGLE's `evaluate_posterior`).
+
+    Child x of a node is taken with probability p[x]; a refused one leaves p with p[x] = 0, renormalised, for the next;
+    with no child left the token comes from the residual p. Same arguments as `match`. Greedy is `match`.
+    """
+    if not picker.do_sample:
+        return match(picker, scores, children)
+    return torch.stack([_residual_draw(p, row) for p, row in zip(torch.softmax(scores, dim=-1), children, strict=True)])
+
+
+def _residual_draw(p: Tensor, children: Sequence[int]) -> Tensor:
+    """() int64 token of one node with distribution `p` (V,); `children` in order."""
+    for token in children:
+        if bool(torch.rand((), device=p.device) < p[token]):
+            return torch.tensor(token, device=p.device)
+        rest = p.index_fill(0, torch.tensor([token], device=p.device), 0.0)
+        mass = rest.sum()
+        if not bool(mass > 0):
+            # The child holds all of p but for rounding: refusing it would leave nothing to draw from.
+            return torch.tensor(token, device=p.device)
+        p = rest / mass
+    return torch.multinomial(p, num_samples=1).squeeze(0)
+
+
+RULES: dict[str, Rule] = {"match": match, "residual": residual}
+
+
+def walk(
+    tree: DraftTree, logits: Tensor, rows: Sequence[int], picker: Picker, transcript: Transcript, rule: Rule = match
+) -> Verdict:
+    """Walks R scored trees, in step, and appends what the target says to the transcript.
+
+    Args:
+        tree: R trees of n nodes.
+        logits: (R, n, V) the target's logits at every node.
+        rows: each tree's row in the transcript.
+        picker: processors and draws.
+        transcript: supplies each node's prefix, takes each token, says when a row has finished.
+        rule: how a token is drawn at a node.
+    """
+    children = [_children(tokens, parents) for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
+    argmax = logits.to(torch.float32).argmax(dim=-1).tolist() if picker.is_plain_argmax else None
+    paths = [[0] for _ in rows]
+    emitted = [0] * len(rows)
+    walking = list(range(len(rows)))
+    while walking:
+        nodes = [paths[i][-1] for i in walking]
+        at = logits[walking, nodes]
+        if argmax is not None:
+            scores, tokens = at, [argmax[i][node] for i, node in zip(walking, nodes, strict=True)]
+        else:
+            scores = picker.scores([transcript.prefix(rows[i]) for i in walking], at)
+            tokens = rule(picker, scores, [list(children[i][node]) for i, node in zip(walking, nodes, strict=True)]).tolist()
+        still = []
+        for k, (i, node, token) in enumerate(zip(walking, nodes, tokens, strict=True)):
+            transcript.append(rows[i], token, scores[k], at[k])
+            emitted[i] += 1
+            child = children[i][node].get(token)
+            if child is not None and not transcript.finished[rows[i]]:
+                paths[i].append(child)
+                still.append(i)
+        walking = still
+    return Verdict(paths, emitted)
+
+
+def _children(tokens: Sequence[int], parents: Sequence[int]) -> list[dict[int, int]]:
+    """Per node, its children's columns by token, in column order; padding is nobody's child."""
+    children: list[dict[int, int]] = [{} for _ in tokens]
+    for column, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent][tokens[column]] = column
+    return children

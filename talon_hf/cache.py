@@ -1,0 +1,156 @@
+"""TreeCache: a preallocated key-value cache that can keep some columns of the last forward and forget the others.
+
+Every row's committed columns lie at the left of the buffer without a gap. A tree forward appends its n columns behind
+the longest row, for all rows; `keep` moves each row's accepted ones down to that row's own end. Columns between a
+row's end and the buffer's end are hidden by the mask. Sliding-window layers keep every column: the mask does the
+window, so a rejected branch cannot push a column out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import LongTensor, Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+
+class TreeLayer(DynamicLayer):
+    """Keys and values of one layer in buffers that grow by half: (B, heads, capacity, head_dim)."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: list[Tensor] = []
+        self._length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Notes dtype and device; buffers are allocated by the first `update`."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends (B, heads, q, head_dim) columns; returns views of all columns."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self._length + key_states.shape[-2]
+        if not self._buffers or end > self._buffers[0].shape[-2]:
+            self._grow((key_states, value_states), end + max(end // 2, 64))
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, self._length : end] = states
+        self._view(end)
+        return self.keys, self.values
+
+    def _grow(self, states: tuple[Tensor, Tensor], capacity: int) -> None:
+        old = self._buffers
+        self._buffers = [s.new_empty(*s.shape[:2], capacity, s.shape[3]) for s in states]
+        for buffer, full in zip(self._buffers, old, strict=bool(old)):
+            buffer[:, :, : self._length] = full[:, :, : self._length]
+
+    def _view(self, length: int) -> None:
+        self._length = length
+        if self._buffers:
+            self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+
+    def get_seq_length(self) -> int:
+        """Columns in use, those of the longest row."""
+        return self._length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last |tokens_to_remove| columns."""
+        self._view(self._length - abs(tokens_to_remove))
+
+    def reset(self) -> None:
+        """Forgets every column and frees the buffers."""
+        self._buffers, self._length = [], 0
+        self.keys = self.values = None
+        self.is_initialized = False
+
+    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copies columns `source` (B, a) to `target` (B, a) and ends the layer at `length`."""
+        for buffer in self._buffers:
+            index = (slice(None), slice(None))
+            if buffer.shape[0] == 1:
+                buffer[(*index, target[0])] = buffer[(*index, source[0])]
+            else:
+                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+                moved = buffer.gather(2, source[:, None, :, None].expand(shape))
+                buffer.scatter_(2, target[:, None, :, None].expand(shape), moved)
+        self._view(length)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices` (R,), in that order."""
+        self._buffers = [buffer[indices] for buffer in self._buffers]
+        self._view(self._length)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times."""
+        self._buffers = [buffer.repeat_interleave(repeats, dim=0) for buffer in self._buffers]
+        self._view(self._length)
+
+    def reorder_cache(self, beam_idx: LongTensor) -> None:
+        """Reorders the rows."""
+        self.batch_select_indices(beam_idx)
+
+
+class TreeCache(DynamicCache):
+    """The cache of B rows that commit at their own pace.
+
+    Attributes:
+        committed: per row, how many columns are committed; the buffer ends at their maximum between rounds.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        # Layers appear as the model first updates them, so layers that share another's keys cost nothing.
+        self.layer_class_to_replicate = TreeLayer
+        self.committed = [0] * rows
+
+    @property
+    def columns(self) -> int:
+        """Columns in the buffer, those of a forward that `keep` has not yet settled included."""
+        return self.get_seq_length()
+
+    def keep(self, picked: list[list[int]]) -> None:
+        """Settles the last forward: keeps its columns `picked` (per row, counted from its first column), in order."""
+        start = max(self.committed)
+        length = max(done + len(row) for done, row in zip(self.committed, picked, strict=True))
+        if any(done != start or row != list(range(len(row))) for done, row in zip(self.committed, picked, strict=True)):
+            width = max(len(row) for row in picked)
+            source = torch.tensor([[start + c for c in row + [0] * (width - len(row))] for row in picked])
+            target = torch.tensor(self.committed).unsqueeze(1) + torch.arange(width)
+            self._move(source, target, length)
+        else:
+            self._view(length)
+        self.committed = [done + len(row) for done, row in zip(self.committed, picked, strict=True)]
+
+    def drop(self) -> None:
+        """Forgets every column that is not committed."""
+        self._view(max(self.committed))
+
+    def visible(self, device: torch.device | None = None) -> Tensor:
+        """(B, longest row) bool: the committed columns of each row."""
+        ends = torch.tensor(self.committed, device=device).unsqueeze(1)
+        return torch.arange(max(self.committed), device=device) < ends
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keeps the rows `rows`, in that order."""
+        self.committed = [self.committed[row] for row in rows]
+        for layer in self._tree_layers():
+            layer.batch_select_indices(torch.tensor(rows, device=layer.device))
+        self._view(max(self.committed))
+
+    def _move(self, source: Tensor, target: Tensor, length: int) -> None:
+        placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        for layer in self._tree_layers():
+            if layer.device not in placed:
+                placed[layer.device] = (source.to(layer.device), target.to(layer.device))
+            layer.move(*placed[layer.device], length)
+
+    def _view(self, length: int) -> None:
+        for layer in self._tree_layers():
+            layer._view(length)
+
+    def _tree_layers(self) -> list[TreeLayer]:
+        return [layer for layer in self.layers if layer.is_initialized]

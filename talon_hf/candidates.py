@@ -1,0 +1,129 @@
+"""TalonCandidateGenerator: a drafter and a policy make one draft tree a round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import LongTensor, Tensor
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .config import TalonConfig
+from .drafter import Commit, Drafter, DraftSession
+from .features import features_of
+from .policies import ChainPolicy, EaglePolicy, TalonPolicy, TreePolicy
+from .tree import DraftTree
+
+
+def make_policy(config: TalonConfig) -> TreePolicy:
+    """The policy that a config describes."""
+    if config.policy == "talon":
+        return TalonPolicy(config.node_budget, config.top_k, config.mu, config.top_k_layers)
+    if config.policy == "eagle":
+        return EaglePolicy(config.node_budget, config.top_k, config.depth)
+    return ChainPolicy(config.node_budget, config.depth)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Answers a policy with the drafter's log-probs (a `LogProbSource`)."""
+
+    session: DraftSession
+    commit: Commit
+
+    def begin(self) -> Tensor:
+        return self.session.begin(self.commit)
+
+    def extend(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> Tensor:
+        return self.session.extend(tokens, parents, valid)
+
+    def token_ids(self, draft_ids: Tensor) -> Tensor:
+        ids = self.session.draft_ids
+        return draft_ids if ids is None else ids[draft_ids]
+
+
+class TalonCandidateGenerator(CandidateGenerator):
+    """Drafts for one `generate` call.
+
+    `get_tree` serves TALON's loop. `get_candidates` speaks the protocol of transformers' assisted decoding, which takes
+    a chain: it returns the tree's best chain, reading the target's features from the stock loop's own forwards while
+    the generator is `attached`.
+
+    Args:
+        drafter: proposes tokens.
+        target: the model that verifies them.
+        config: policy and budget.
+        rows: batch size.
+        max_length: no candidate beyond this many tokens; None for no limit (`get_candidates` alone).
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: PreTrainedModel,
+        config: TalonConfig | None = None,
+        rows: int = 1,
+        max_length: int | None = None,
+    ) -> None:
+        self.config = config or TalonConfig()
+        self.spec = drafter.features_of(target)
+        self.session = drafter.open(target, rows)
+        self._policy = make_policy(self.config)
+        self._target = target
+        self._max_length = max_length
+        self._read = 0
+        self._taps: dict[int, Tensor] = {}
+
+    @property
+    def draft_steps(self) -> int:
+        """Forwards of the drafter so far."""
+        return self.session.steps
+
+    def get_tree(self, commit: Commit, depth_limits: list[int]) -> DraftTree:
+        """The draft trees of a round.
+
+        Args:
+            commit: what the target committed since the last call.
+            depth_limits: per row, the deepest node that can still be emitted and positioned; 0 drafts nothing.
+                A row's limit never rises, so a round in which no row may draft needs no draft step, then or later.
+        """
+        caps = [limit for limit in (self.config.max_depth, self.session.max_depth) if limit is not None]
+        limits = torch.tensor([min([limit, *caps]) for limit in depth_limits], device=commit.roots.device)
+        tree = self._policy.grow(_Source(self.session, commit), commit.roots, limits)
+        self.session.end()
+        return tree
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keeps some rows of the batch."""
+        self.session.select_rows(rows)
+
+    @contextmanager
+    def attached(self) -> Iterator[TalonCandidateGenerator]:
+        """Reads the target's features from whatever runs it inside the block (transformers' assisted loop)."""
+        with features_of(self._target, self.spec) as self._taps:
+            yield self
+
+    def get_candidates(self, input_ids: LongTensor, *args: Any, **kwargs: Any) -> tuple[LongTensor, None]:
+        """The best chain behind `input_ids` (1, L): (1, L + gamma) ids, and no logits, since drafts are point masses.
+
+        Without features (before the prompt's forward) it proposes nothing, which the stock loop allows.
+        """
+        length = input_ids.shape[1]
+        limit = self.config.node_budget if self._max_length is None else self._max_length - length - 1
+        if not self._taps or limit < 1:
+            return input_ids, None
+        features = torch.cat([self._taps[b] for b in self.spec.boundaries], dim=-1)
+        new = slice(self._read, length - 1)
+        positions = torch.arange(new.start, new.stop, device=input_ids.device).unsqueeze(0)
+        tokens = input_ids[:, new]
+        commit = Commit(tokens, features[:, : tokens.shape[1]], positions, tokens == tokens, input_ids[:, -1])
+        self._read = length - 1
+        self._taps.clear()
+        return torch.cat([input_ids, self.get_tree(commit, [limit]).best_chain()], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: LongTensor, scores: Tensor, num_matches: int) -> None:
+        """Nothing to update: the next `get_candidates` sees from `input_ids` what was accepted."""

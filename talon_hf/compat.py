@@ -1,0 +1,29 @@
+"""Every difference between transformers versions that this package meets, and nothing else.
+
+Supported: transformers 4.57 to 5.x.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+TRANSFORMERS = Version(transformers.__version__)
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """The name of `forward`'s cache argument: "cache" since 5.24, "past_key_values" before and in older remote code."""
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" in parameters:
+        return "past_key_values"
+    if "cache" in parameters:
+        return "cache"
+    return "cache" if TRANSFORMERS >= Version("5.24") else "past_key_values"
+
+
+def cache_output_field() -> str:
+    """The name under which `generate` outputs carry the cache."""
+    return "cache" if TRANSFORMERS >= Version("5.24") else "past_key_values"

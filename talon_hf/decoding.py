@@ -1,0 +1,155 @@
+"""The decoding loop: prefill, then rounds of grow, score, walk, commit (TALON, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import LongTensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .acceptance import RULES, Verdict, walk
+from .candidates import TalonCandidateGenerator
+from .compat import cache_output_field
+from .config import TalonConfig
+from .drafter import Commit, Drafter
+from .sampling import Picker
+from .stats import TalonStats
+from .target import Scores, Target
+from .transcript import Transcript
+from .tree import DraftTree
+
+
+@dataclass
+class TalonOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput` with `talon_stats` (a `TalonStats`)."""
+
+    talon_stats: TalonStats | None = None
+
+
+def talon_decode(
+    model: PreTrainedModel,
+    input_ids: LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    drafter: Drafter,
+    options: Mapping[str, Any],
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> TalonOutput | LongTensor:
+    """Decodes with draft trees, in the place of `generate`'s own sampling loop.
+
+    Args:
+        model: the target.
+        input_ids: (B, L) int64.
+        logits_processor, stopping_criteria, generation_config: as `generate` prepared them.
+        drafter: proposes tokens.
+        options: the caller's `talon_*` arguments; they win over attributes of `generation_config`.
+        streamer: gets every new token, then `end()`.
+        model_kwargs: what else `generate` prepared for the model's forward.
+    """
+    config = TalonConfig.resolve(options, vars(generation_config))
+    rows = list(range(len(input_ids)))
+    stats = TalonStats()
+    generator = TalonCandidateGenerator(drafter, model, config, rows=len(rows))
+    target = Target(model, generator.spec, rows=len(rows))
+    picker = Picker(logits_processor, do_sample=generation_config.do_sample is True)
+    rule = RULES[config.acceptance]
+    transcript = _transcript(input_ids, stopping_criteria, generation_config, streamer)
+
+    with stats.timed("total"):
+        with stats.timed("prefill"):
+            scores, commit = _prefill(target, input_ids, model_kwargs)
+        tree = DraftTree.from_roots(input_ids[:, -1])
+        walk(tree, scores.logits, rows, picker, transcript)  # prefill's own token: no tree, no round
+        while not all(transcript.finished):
+            rows, commit = _leave_finished(rows, commit, transcript, target, generator)
+            commit = commit.with_roots(transcript.last(rows))
+            with stats.timed("draft"):
+                tree = generator.get_tree(commit, _depth_limits(rows, transcript, target, generation_config))
+            with stats.timed("target"):
+                scores = target.score(tree)
+            with stats.timed("accept"):
+                verdict = walk(tree, scores.logits, rows, picker, transcript, rule)
+            with stats.timed("commit"):
+                commit = _commit(target, tree, scores, verdict)
+            accepted = [len(path) - 1 for path in verdict.paths]
+            stats.count(accepted, verdict.emitted, tree.counts().tolist(), generator.draft_steps)
+        transcript.close()
+    return _output(transcript, target, stats, generation_config)
+
+
+def _prefill(target: Target, input_ids: LongTensor, model_kwargs: dict[str, Any]) -> tuple[Scores, Commit]:
+    """Reads the prompt; the commit still lacks its roots."""
+    ours = ("use_cache", "logits_to_keep", "cache", "past_key_values", "cache_position")
+    inputs = {name: value for name, value in model_kwargs.items() if name not in ours}
+    attention_mask = inputs.pop("attention_mask", None)
+    scores, positions, valid = target.prefill(input_ids, attention_mask, **inputs)
+    return scores, Commit(input_ids, scores.features, positions, valid, input_ids[:, -1])
+
+
+def _commit(target: Target, tree: DraftTree, scores: Scores, verdict: Verdict) -> Commit:
+    """Keeps the accepted nodes in the cache and gathers what the drafter may read of them."""
+    positions = target.positions(tree)
+    target.keep(verdict.paths)
+    width = max(len(path) for path in verdict.paths)
+    device = tree.tokens.device
+    columns = torch.tensor([path + [0] * (width - len(path)) for path in verdict.paths], device=device)
+    counts = torch.tensor([len(path) for path in verdict.paths], device=device).unsqueeze(1)
+    features = scores.features.gather(1, columns.unsqueeze(2).expand(-1, -1, scores.features.shape[2]))
+    valid = torch.arange(width, device=device) < counts
+    return Commit(tree.tokens.gather(1, columns), features, positions.gather(1, columns), valid, tree.tokens[:, 0])
+
+
+def _leave_finished(
+    rows: list[int], commit: Commit, transcript: Transcript, target: Target, generator: TalonCandidateGenerator
+) -> tuple[list[int], Commit]:
+    """Takes finished rows out of the batch, so that a long row does not pay for the short ones."""
+    staying = [i for i, row in enumerate(rows) if not transcript.finished[row]]
+    if len(staying) == len(rows):
+        return rows, commit
+    target.select_rows(staying)
+    generator.select_rows(staying)
+    return [rows[i] for i in staying], commit.select_rows(staying)
+
+
+def _depth_limits(
+    rows: Sequence[int], transcript: Transcript, target: Target, generation_config: GenerationConfig
+) -> list[int]:
+    """Per row, the depth whose acceptance still leaves room for the bonus token, in the text and in the positions."""
+    rooms = [generation_config.max_length - transcript.lengths[row] - 1 for row in rows]
+    return [max(0, min(room, positions)) for room, positions in zip(rooms, target.positions_left(), strict=True)]
+
+
+def _transcript(
+    input_ids: LongTensor, stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, streamer: Any
+) -> Transcript:
+    wants = generation_config.return_dict_in_generate is True
+    pad = generation_config._pad_token_tensor
+    return Transcript(
+        input_ids,
+        stopping_criteria,
+        pad_token_id=0 if pad is None else int(pad),
+        streamer=streamer,
+        keep_scores=wants and generation_config.output_scores is True,
+        keep_logits=wants and generation_config.output_logits is True,
+    )
+
+
+def _output(
+    transcript: Transcript, target: Target, stats: TalonStats, generation_config: GenerationConfig
+) -> TalonOutput | LongTensor:
+    if not generation_config.return_dict_in_generate:
+        return transcript.sequences()
+    output = TalonOutput(
+        sequences=transcript.sequences(), scores=transcript.scores(), logits=transcript.logits(), talon_stats=stats
+    )
+    if len(transcript.lengths) == 1:
+        # Rows of a batch leave it at different times, so only a single row's cache is whole at the end.
+        output[cache_output_field()] = target.cache
+    return output

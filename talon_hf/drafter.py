@@ -1,0 +1,94 @@
+"""The Drafter protocol: what proposes tokens, and what it is told about the target's text.
+
+A `Drafter` is what the user passes as `assistant_model`; it is shared and never changed by a call. `open` gives a
+`DraftSession`, which holds one call's state (its key-value cache, its draft step count).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from torch import LongTensor, Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """What of the target's forward a drafter reads.
+
+    Attributes:
+        boundaries: layer boundaries b, in the order of concatenation. Boundary b is the input of decoder layer b,
+            before any norm of that layer (EAGLE-3 reads the inputs of layers 2, L//2 and L-3).
+    """
+
+    boundaries: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Positions that the target has just committed, in order.
+
+    Attributes:
+        tokens: (B, m) int64, the tokens at those positions: the prompt, or the old root and the accepted tokens.
+        features: (B, m, F) in the target's dtype, the target's features at those positions, F = sum of the widths.
+        positions: (B, m) int64, position ids.
+        valid: (B, m) bool, False for padding (left of a prompt, right of a round's commit).
+        roots: (B,) int64, the token that follows the last valid position: committed, not yet in any cache.
+    """
+
+    tokens: LongTensor
+    features: Tensor
+    positions: LongTensor
+    valid: Tensor
+    roots: LongTensor
+
+    def with_roots(self, roots: LongTensor) -> Commit:
+        """The same positions, followed by `roots` (B,)."""
+        return replace(self, roots=roots)
+
+    def select_rows(self, rows: list[int]) -> Commit:
+        """Some rows of the batch."""
+        return Commit(
+            self.tokens[rows], self.features[rows], self.positions[rows], self.valid[rows], self.roots[rows]
+        )
+
+
+class DraftSession(Protocol):
+    """One call's drafting state. Shapes: B rows, W frontier nodes, Vd draft tokens."""
+
+    draft_ids: LongTensor | None  # (Vd,) int64 target id of each draft id; None when they are the same
+    max_depth: int | None  # deepest node it can draft; None for no limit
+    steps: int  # draft steps so far
+
+    def begin(self, commit: Commit) -> Tensor:
+        """Reads the commit; returns (B, Vd) float32 log-probs of the roots' children."""
+
+    def extend(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> Tensor:
+        """Forwards a frontier; returns (B, W, Vd) float32 log-probs of its nodes' children.
+
+        Args:
+            tokens: (B, W) int64 target ids.
+            parents: (B, W) int64, each node's parent as a column of the previous `extend`; all 0 in the first, whose
+                nodes are children of the root.
+            valid: (B, W) bool, False for padding.
+        """
+
+    def end(self) -> None:
+        """Forgets the tree, keeps what `begin` read."""
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keeps some rows of the batch, in that order."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What `assistant_model` may be. `EagleDraft` is one."""
+
+    def features_of(self, target: PreTrainedModel) -> FeatureSpec:
+        """What the drafter reads of this target's forward. Raises ValueError if the two don't fit."""
+
+    def open(self, target: PreTrainedModel, rows: int) -> DraftSession:
+        """A session for a batch of `rows` prompts of this target."""

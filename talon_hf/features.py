@@ -1,0 +1,55 @@
+"""Taps: the inputs of chosen decoder layers, read by forward pre-hooks.
+
+`output_hidden_states` keeps every layer and its indices mean different things in different transformers versions; a
+pre-hook reads the three tensors that exist anyway.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .drafter import FeatureSpec
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The stack of decoder layers, whatever the architecture calls it."""
+    decoder = model.get_decoder()
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for child in decoder.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise ValueError(
+        f"{type(model).__name__} keeps its decoder layers where TALON does not find them, so their inputs cannot be "
+        "read for an EAGLE-3 head. Call `generate` without `custom_generate`."
+    )
+
+
+@contextmanager
+def features_of(model: PreTrainedModel, spec: FeatureSpec) -> Iterator[dict[int, Tensor]]:
+    """Collects the inputs of the layers in `spec` during one forward by this thread: boundary -> (B, n, hidden)."""
+    taps: dict[int, Tensor] = {}
+    owner = threading.get_ident()
+
+    def tap(boundary: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # Another thread may run the same model meanwhile; its states are not ours.
+            if threading.get_ident() == owner:
+                taps[boundary] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    handles = []
+    try:
+        layers = decoder_layers(model) if spec.boundaries else None
+        for boundary in set(spec.boundaries):
+            handles.append(layers[boundary].register_forward_pre_hook(tap(boundary), with_kwargs=True))
+        yield taps
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,134 @@
+"""The entry: what `model.generate(..., custom_generate=...)` calls, and `talon_hf.generate`.
+
+Everything that `generate` promises is prepared by `generate` itself: this function takes out what is TALON's, checks
+it, binds the loop and hands the rest to `GenerationMixin.generate`.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import LongTensor, Tensor
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+
+from .checks import check_arguments, check_target
+from .config import PREFIX, TalonConfig
+from .decoding import TalonOutput, talon_decode
+from .drafter import Drafter
+from .eagle import EagleDraft
+
+HUB_ARGUMENTS = (
+    "revision", "code_revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "repo_type",
+    "subfolder", "trust_remote_code", "custom_generate",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def generate(
+    inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: Any
+) -> TalonOutput | LongTensor:
+    """Generates with TALON draft trees: the text of plain `generate`, in fewer forwards of the model.
+
+    Args:
+        inputs: (B, L) int64 prompt, as `generate` takes it; `input_ids=` works too.
+        model: the target.
+        kwargs: everything that `model.generate` takes, and
+            assistant_model: an EAGLE-3 head (`EagleDraft`), or the folder or Hub id of one, which is loaded once.
+            talon_policy, talon_node_budget, talon_mu, ...: the fields of `TalonConfig`; an argument here wins over
+            the attribute of that name on `generation_config`, which wins over the default.
+
+    Returns:
+        (B, L + new) int64, or a `TalonOutput` under `return_dict_in_generate=True`.
+
+    Raises:
+        ValueError: an argument, a model or a drafter that TALON cannot serve; nothing has been generated then.
+    """
+    hub = {name: kwargs.pop(name, None) for name in HUB_ARGUMENTS}
+    options = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(PREFIX)}
+    tokenizer = kwargs.pop("tokenizer", None)
+    assistant = kwargs.pop("assistant_model", None)
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    check_arguments(model, kwargs)
+    check_target(model)
+    TalonConfig.resolve(options, vars(kwargs.get("generation_config", model.generation_config)))
+    drafter = _drafter(assistant, model, hub)
+    drafter.features_of(model)
+    prepared, kwargs = _with_stop_strings(model, tokenizer, kwargs)
+    loop = partial(talon_decode, drafter=drafter, options=options, streamer=kwargs.get("streamer"))
+    return GenerationMixin.generate(prepared, inputs, custom_generate=_on(model, loop), **kwargs)
+
+
+def _on(model: PreTrainedModel, loop: Any) -> Any:
+    """`loop` bound to the user's model: what prepared the call may be a copy of it."""
+
+    def decode(
+        prepared: PreTrainedModel,
+        input_ids: LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> TalonOutput | LongTensor:
+        return loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+
+    return decode
+
+
+def _drafter(assistant: Any, model: PreTrainedModel, hub: dict[str, Any]) -> Drafter:
+    if assistant is None:
+        raise ValueError(
+            "`assistant_model` is missing: TALON needs a drafter, e.g. "
+            "`assistant_model=EagleDraft.from_pretrained(...)` or the folder or Hub id of an EAGLE-3 head."
+        )
+    if isinstance(assistant, str):
+        access = {name: hub[name] for name in ("token", "cache_dir", "local_files_only") if hub[name] is not None}
+        return _loaded(assistant, model.dtype, model.device, tuple(access.items()))
+    if not isinstance(assistant, Drafter):
+        raise ValueError(
+            f"`assistant_model` is a {type(assistant).__name__}, which is no drafter: pass an `EagleDraft`, or the "
+            "folder or Hub id of an EAGLE-3 head."
+        )
+    return assistant
+
+
+@lru_cache(maxsize=4)
+def _loaded(source: str, dtype: torch.dtype, device: torch.device, access: tuple[tuple[str, Any], ...]) -> EagleDraft:
+    return EagleDraft.from_pretrained(source, dtype=dtype, device=device, **dict(access))
+
+
+def _with_stop_strings(
+    model: PreTrainedModel, tokenizer: Any, kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Turns `stop_strings` into a stopping criterion: `generate` cannot, since a callable gets no tokenizer.
+
+    Returns a model to prepare the call with, and its arguments. Where the stop strings come from the model's own
+    generation config, that model is a shallow copy without them, so the user's is never changed.
+    """
+    own = model.generation_config
+    given = kwargs.get("generation_config")
+    strings = kwargs.get("stop_strings") or getattr(given, "stop_strings", None) or own.stop_strings
+    if strings is None:
+        return model, kwargs
+    if tokenizer is None:
+        raise ValueError(
+            f"`stop_strings` is {strings!r}, but `generate` could not locate a tokenizer: pass the model's tokenizer as "
+            "`tokenizer=`."
+        )
+    kwargs = {name: value for name, value in kwargs.items() if name != "stop_strings"}
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria", []))
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
+    if given is not None:
+        kwargs["generation_config"] = _without_stop_strings(given)
+    if own.stop_strings is not None:
+        model = copy.copy(model)
+        model.generation_config = _without_stop_strings(own)
+    return model, kwargs
+
+
+def _without_stop_strings(config: Any) -> Any:
+    config = copy.deepcopy(config)
+    config.stop_strings = None
+    return config

@@ -1,0 +1,151 @@
+"""Target: the user's model, asked through its public `forward` alone.
+
+It fills a `TreeCache` with the prompt, scores all nodes of a draft tree in one forward (4D attention masks and
+`position_ids` make every node see its own ancestors), and hands out the features that a drafter reads. Nothing stays
+on the model: hooks live for one forward, and an attention setting that a tree needs is put back after it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import LongTensor, Tensor
+from transformers import PreTrainedModel
+
+from .cache import TreeCache
+from .compat import cache_keyword
+from .drafter import FeatureSpec
+from .features import features_of
+from .masks import layer_windows, tree_masks
+from .tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one forward of the target said.
+
+    Attributes:
+        logits: (B, n, V) in the model's dtype; n is 1 after prefill.
+        features: (B, n, F) in the model's dtype, for every position of the forward; F is 0 without boundaries.
+    """
+
+    logits: Tensor
+    features: Tensor
+
+
+class Target:
+    """One call's view of the model: its cache, its rows' positions.
+
+    Args:
+        model: the causal language model.
+        spec: the features that the drafter reads.
+        rows: batch size B.
+    """
+
+    def __init__(self, model: PreTrainedModel, spec: FeatureSpec, rows: int) -> None:
+        self.model = model
+        self.cache = TreeCache(rows)
+        self._spec = spec
+        self._cache_keyword = cache_keyword(model)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._windows = layer_windows(model.config)
+        self._next_positions = torch.zeros(rows, dtype=torch.long)
+
+    def prefill(self, input_ids: LongTensor, attention_mask: Tensor | None, **inputs: Any) -> tuple[Scores, Tensor, Tensor]:
+        """Reads the prompt.
+
+        Args:
+            input_ids: (B, L) int64.
+            attention_mask: (B, L), 0 for padding, or None.
+            inputs: what else `generate` prepared for the model's forward.
+
+        Returns:
+            scores of the last position (logits (B, 1, V)) with the features of all L positions; position ids (B, L);
+            valid (B, L) bool.
+        """
+        valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        positions = inputs.pop("position_ids", None)
+        if positions is None:
+            positions = (valid.long().cumsum(dim=1) - 1).masked_fill(~valid, 1)
+        last = {"logits_to_keep": 1} if self._keeps_logits else {}
+        scores = self._forward(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, **last, **inputs
+        )
+        self.cache.keep([row.nonzero().flatten().tolist() for row in valid])
+        self._next_positions = positions[:, -1] + 1
+        return Scores(scores.logits[:, -1:], scores.features), positions, valid
+
+    def score(self, tree: DraftTree) -> Scores:
+        """Logits and features at every node of the trees, in one forward. `keep` must follow before the next call."""
+        impl = tree_attention(self.model)
+        masks = tree_masks(self._windows, tree, self.cache.committed, boolean=impl == "sdpa", dtype=self.model.dtype)
+        everything = {"logits_to_keep": 0} if self._keeps_logits else {}
+        with using_attention(self.model, impl):
+            return self._forward(
+                input_ids=tree.tokens, attention_mask=masks, position_ids=self.positions(tree), **everything
+            )
+
+    def positions(self, tree: DraftTree) -> LongTensor:
+        """(B, n) int64 position ids of the nodes."""
+        return self._next_positions.unsqueeze(1) + tree.depths
+
+    def keep(self, paths: list[list[int]]) -> None:
+        """Commits the accepted nodes (per row, columns of the tree) and forgets the others."""
+        self.cache.keep(paths)
+        steps = torch.tensor([len(path) for path in paths], device=self._next_positions.device)
+        self._next_positions = self._next_positions + steps
+
+    def positions_left(self) -> list[int]:
+        """Per row, how many positions lie behind the root's; unbounded for rotary positions, which need no table."""
+        text = self.model.config.get_text_config(decoder=True)
+        rotary = any(hasattr(text, name) for name in ("rope_parameters", "rope_theta", "rope_scaling"))
+        limit = sys.maxsize if rotary else getattr(text, "max_position_embeddings", None) or sys.maxsize
+        return [limit - 1 - int(position) for position in self._next_positions]
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keeps some rows of the batch."""
+        self.cache.select_rows(rows)
+        self._next_positions = self._next_positions[rows]
+
+    def _forward(self, **inputs: Any) -> Scores:
+        inputs[self._cache_keyword] = self.cache
+        with features_of(self.model, self._spec) as taps:
+            logits = self.model(**inputs, use_cache=True, return_dict=True).logits
+        if not self._spec.boundaries:
+            return Scores(logits, logits.new_empty(*logits.shape[:2], 0))
+        return Scores(logits, torch.cat([taps[b].to(logits.device) for b in self._spec.boundaries], dim=-1))
+
+
+def tree_attention(model: PreTrainedModel) -> str:
+    """The attention implementation for a tree forward: the model's own if it takes 4D masks, else sdpa or eager."""
+    impl = model.config.get_text_config(decoder=True)._attn_implementation
+    if impl in ("sdpa", "eager"):
+        return impl
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+@contextmanager
+def using_attention(model: PreTrainedModel, impl: str) -> Iterator[None]:
+    """Runs the model's attention as `impl` and puts its own setting back, whatever happens inside.
+
+    The setting is read from the configs at every attention call, so nothing else of the model changes.
+    """
+    own = model.config.get_text_config(decoder=True)._attn_implementation
+    if own == impl:
+        yield
+        return
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    before = [(config, config._attn_implementation) for config in configs if config._attn_implementation == own]
+    try:
+        for config, _ in before:
+            config._attn_implementation = impl
+        yield
+    finally:
+        for config, setting in before:
+            config._attn_implementation = setting
