@@ -6,6 +6,7 @@ Supported: transformers 4.57 to 5.x.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import transformers
 from packaging.version import Version
@@ -22,6 +23,12 @@ def cache_keyword(model: PreTrainedModel) -> str:
     if "cache" in parameters:
         return "cache"
     return "cache" if TRANSFORMERS >= Version("5.24") else "past_key_values"
+
+
+def dense_gguf(file_name: str) -> dict[str, Any]:
+    """`from_pretrained` arguments that load a GGUF file as plain dense weights (newer versions keep them packed)."""
+    config = getattr(transformers, "GgufConfig", None)
+    return {"gguf_file": file_name} | ({"quantization_config": config(dequantize=True)} if config else {})
 
 
 def cache_output_field() -> str:

@@ -15,9 +15,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from .pair import DRAFT
+
 PACKAGE = Path(__file__).parent
 ENTRY = "generate.py"
-DEMO_HEAD = PACKAGE / "assets" / "smollm2-135m-eagle3"
 DEMO_HEAD_FILES = ("config.json", "model.safetensors", "README.md")
 REQUIREMENTS = "transformers>=4.57\ntorch>=2.6\n"
 # transformers itself depends on the last three, so whoever can call `generate` has them.
@@ -61,12 +62,12 @@ Works with the model that you call it on. `drafter/` holds a draft head for
 
 ## Model compatibility
 
-Decoder-only models of transformers with full or sliding-window attention, run with `sdpa` or `eager` attention. What
-cannot be checked token by token (encoder-decoder and recurrent models, beam search) is refused before any token.
+Decoder-only models of transformers 4.57 and later with full, sliding-window or chunked attention. What cannot be
+verified as a tree (encoder-decoder and recurrent models, beam search) raises an error before any token.
 
 ## Additional Arguments
 
-- `assistant_model`: the drafter, trained for this model: the folder or Hub id of an EAGLE-3 head, or a loaded one.
+- `assistant_model` (`str` or `EagleDraft`): an EAGLE-3 head made for this model, as folder, Hub id or loaded.
 - `talon_node_budget` (`int`, *optional*, defaults to 60): the nodes of a draft tree, its root counted.
 - `talon_mu` (`float`, *optional*, defaults to 0.03): a node stays if its path probability is at least this fraction of
   the best one in its layer. Larger makes deeper and narrower trees.
@@ -74,7 +75,7 @@ cannot be checked token by token (encoder-decoder and recurrent models, beam sea
 
 ## Output Type changes
 
-None.
+None, but with `return_dict_in_generate=True` the output has one more field, `talon_stats`: what the call did.
 
 ## Example usage
 
@@ -101,7 +102,8 @@ out = model.generate(
 print(tokenizer.decode(out[0], skip_special_tokens=True))
 ```
 
-Every call asks the Hub whether the code has changed. To run one version and ask nothing, pin it and load it once:
+Every such call asks the Hub whether the code has changed. To run one version and ask nothing, pin it and load it once
+(`COMMIT` stands for a commit id of this repository):
 
 ```python
 talon = model.load_custom_generate("{repo_id}", revision="COMMIT", trust_remote_code=True)
@@ -121,7 +123,7 @@ def bundle(directory: str | Path, *, repo_id: str = "org/talon") -> list[Path]:
     _clear_for_bundle(directory)
     code, drafter = directory / "custom_generate", directory / "drafter"
     sources = {code / module.name: module for module in shipped_modules()}
-    sources |= {drafter / name: DEMO_HEAD / name for name in DEMO_HEAD_FILES}
+    sources |= {drafter / name: DRAFT / name for name in DEMO_HEAD_FILES}
     for target, source in sources.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)

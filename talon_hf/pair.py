@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from .compat import dense_gguf
 from .eagle import EagleDraft
 
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -37,10 +38,12 @@ def load_target(source: str | None = None, dtype: torch.dtype = torch.bfloat16) 
         OSError: the model is in neither place; the message has the command that installs it.
     """
     gguf = find_gguf() if source is None else None
-    folder, options = (gguf.parent, {"gguf_file": gguf.name}) if gguf else (source or TARGET, {})
+    folder = gguf.parent if gguf else source or TARGET
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf.name} if gguf else {}))
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, **(dense_gguf(gguf.name) if gguf else {})
+        )
     except OSError as error:
         if source is not None:
             raise

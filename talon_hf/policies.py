@@ -60,9 +60,10 @@ class TalonPolicy:
         while True:
             depth = frontier.depth + 1
             room = torch.where(depth_limits >= depth, self.node_budget - tree.counts(), 0)
-            if not bool((room > 0).any()):
+            alive = frontier.valid & (room > 0).unsqueeze(1)
+            if not bool(alive.any()):
                 break
-            pool = frontier.pool(source, frontier.valid & (room > 0).unsqueeze(1))
+            pool = frontier.pool(source, alive)
             if depth <= self.top_k_layers:
                 room = room.clamp(max=self.top_k)
                 bound = _kth_best(pool.flatten(1), self.top_k)
@@ -162,10 +163,11 @@ class _Frontier:
     def pool(self, source: LogProbSource, alive: Tensor) -> Tensor:
         """(B, W, Vd) path log-probs of all candidates: the paper's S_d. -inf is no candidate.
 
-        One draft step. A node whose log-probs hold a NaN has no candidates, so a broken drafter drafts nothing.
+        One draft step. A node whose log-probs hold a NaN or a +inf has no candidates, so a broken drafter drafts nothing.
         """
         log_probs = source.begin().unsqueeze(1) if self.depth == 0 else source.extend(self.tokens, self.slots, alive)
-        broken = log_probs.amax(dim=2).isnan() | ~alive
+        # A NaN propagates through amax and fails the comparison, as does +inf.
+        broken = ~(log_probs.amax(dim=2) < torch.inf) | ~alive
         start = torch.where(broken, -torch.inf, self.path_log_probs)
         pool = start.unsqueeze(2) + log_probs
         return pool.masked_fill_(broken.unsqueeze(2), -torch.inf) if bool(broken.any()) else pool

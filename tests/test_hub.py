@@ -4,7 +4,7 @@ works for someone who has transformers and no `talon_hf`."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import shutil
@@ -18,7 +18,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from hub_stand_in import READ_TOKEN, WRITE_TOKEN, HubStandIn, StandInRepo
+from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 
@@ -43,7 +45,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_target() -> LlamaForCausalLM:
-    """Eight layers, so that EAGLE-3's three feature layers are distinct."""
+    """Eight layers, so that EAGLE-3's three feature layers are distinct; wide weights, so that its text varies."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -55,8 +57,11 @@ def tiny_target() -> LlamaForCausalLM:
         eos_token_id=None,
         bos_token_id=1,
         pad_token_id=0,
+        initializer_range=0.4,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model
 
 
 # --- the bundle ---
@@ -138,15 +143,6 @@ def test_bundle_refuses_modules_that_the_loader_cannot_load(tmp_path: Path, monk
         bundle(tmp_path / "out")
 
 
-def test_shim_in_git_is_the_installed_generate() -> None:
-    spec = importlib.util.spec_from_file_location("shim", ROOT / "custom_generate" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    shim = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shim)
-    assert shim.generate is importlib.import_module("talon_hf.generate").generate
-
-
 # --- the loader's rules ---
 
 FINE = "def generate(model, **kwargs):\n    return 'generated'\n"
@@ -155,13 +151,15 @@ LOADS = {
     "parentheses": {"generate.py": "from .core import (\n    x,\n)\n" + FINE, "core.py": "x = 1\n"},
     "inside a function": {"generate.py": FINE + "def f():\n    from .core import x\n", "core.py": "x = 1\n"},
     "a cycle": {
-        "generate.py": "from .a import x\n" + FINE,
+        "generate.py": "from .a import x\nfrom .b import y\n" + FINE,
         "a.py": "x = 1\nfrom .b import y\n",
         "b.py": "y = 1\nfrom .a import x\n",
     },
     "an optional package": {"generate.py": "try:\n    import no_such_package\nexcept ImportError:\n    pass\n" + FINE},
     "prose about an import": {"generate.py": '"""Not at a line start: from .ghost import x."""\n' + FINE},
-    "the allowed packages": {"generate.py": "import json, torch, transformers, huggingface_hub, safetensors, packaging\n" + FINE},
+    "the allowed packages": {
+        "generate.py": "import json, torch, transformers, huggingface_hub, safetensors, packaging\n" + FINE
+    },
 }
 BREAKS = {
     "from . import": (
@@ -265,6 +263,10 @@ def test_lint_names_file_and_line_of_what_the_loader_cannot_load(case: str, tmp_
         load(tmp_path / "repo")
 
 
+def test_clone_of_this_repository_loads_the_installed_package(load: Any) -> None:
+    assert load(ROOT) is importlib.import_module("talon_hf.generate").generate
+
+
 def test_lint_refuses_a_package_that_only_this_machine_has(tmp_path: Path) -> None:
     code = write_repo(tmp_path, {"generate.py": "import pytest\n" + FINE})
     with pytest.raises(ValueError, match=r"generate\.py:1: `pytest` would have to be installed"):
@@ -316,12 +318,12 @@ def test_publish_sends_every_file_byte_for_byte(
     transport: str, hub: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", transport == "lfs")
-    url = publish("org/talon")
-    bundle(tmp_path / "expected", repo_id="org/talon")
-    assert url == f"{hub.url}/org/talon"
-    assert hub.repos["org/talon"].files == files_of(tmp_path / "expected")
-    assert hub.repos["org/talon"].commits == ["Publish TALON"]
-    assert not hub.repos["org/talon"].private
+    url = publish("me/mine")
+    bundle(tmp_path / "expected", repo_id="me/mine")
+    assert url == f"{hub.url}/me/mine"
+    assert hub.repos["me/mine"].files == files_of(tmp_path / "expected")
+    assert hub.repos["me/mine"].commits == ["Publish TALON"]
+    assert not hub.repos["me/mine"].private
     assert hub.transports == {transport}
 
 
@@ -358,13 +360,13 @@ def test_dry_run_lists_files_and_sizes_and_contacts_nothing(
 
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.delenv("HF_TOKEN")
-    run_command("publish", "org/talon", "--dry-run")
+    run_command("publish", "me/mine", "--dry-run")
     *rows, total = capsys.readouterr().out.splitlines()
-    bundle(tmp_path / "expected")
+    bundle(tmp_path / "expected", repo_id="me/mine")
     sizes = {name: len(content) for name, content in files_of(tmp_path / "expected").items()}
     assert {row.split()[1]: int(row.split()[0].replace(",", "")) for row in rows} == sizes
     assert total.split()[0] == f"{sum(sizes.values()):,}"
-    assert "org/talon" in total
+    assert total.endswith("would go to me/mine")
     assert hub.requests == []
 
 
@@ -414,7 +416,7 @@ def test_bundle_command_prints_what_it_wrote(tmp_path: Path, capsys: pytest.Capt
 # --- a Hub user without talon_hf ---
 
 HUB_USER = """
-import json, sys
+import json, os, sys, urllib.request
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
@@ -423,34 +425,74 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, LlamaConfig, LlamaForCausalLM
 
+torch.set_num_threads(1)  # tiny models
 target, head = sys.argv[1:]
 ids = torch.tensor([[5, 9, 17, 3, 44, 21]])
-options = {"max_new_tokens": 24, "do_sample": False}
-widths = []  # of the target's forwards
+options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+by_name = {"custom_generate": "org/talon", "trust_remote_code": True, **options}
+widths = []  # tokens in each of the target's forwards
 
 def watch(model):
     model.register_forward_pre_hook(lambda _, args, kw: widths.append(kw["input_ids"].shape[1]), with_kwargs=True)
     return model
 
-results = {}
-"""
-REPORT = """
-assert "talon_hf" not in sys.modules
-print(json.dumps({"plain": GenerationMixin.generate(model, ids, **options).tolist(), "widths": widths, **results}))
+def compare(model, *outputs):
+    assert "talon_hf" not in sys.modules
+    widest = max(widths[1:])  # without the prefill
+    plain = GenerationMixin.generate(model, ids, **options)
+    widths.clear()
+    print(json.dumps({"plain": plain.tolist(), "talon": [out.tolist() for out in outputs], "widest": widest}))
 """
 BY_NAME = """
 model = watch(LlamaForCausalLM.from_pretrained(target))
-call = {"custom_generate": "org/talon", "trust_remote_code": True, "assistant_model": head, **options}
-results["keyword"] = model.generate(input_ids=ids, **call).tolist()
-results["positional"] = model.generate(ids, **call).tolist()
+keyword = model.generate(input_ids=ids, assistant_model=head, **by_name)
+positional = model.generate(ids, assistant_model=head, **by_name)
+compare(model, keyword, positional)
+"""
+# The card's own code blocks, on a model of the demo target's shape with random weights and few, thin layers.
+CARD = """
+torch.manual_seed(0)
+sizes = {"hidden_size": 576, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 9}
+config = LlamaConfig(vocab_size=49152, num_key_value_heads=3, tie_word_embeddings=True, initializer_range=0.2, **sizes)
+model = watch(LlamaForCausalLM(config).eval())
+model.generation_config.update(eos_token_id=None, pad_token_id=0)
+
+class Tokenizer:
+    def apply_chat_template(self, chat, **how):
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def decode(self, tokens, **how):
+        return f"{len(tokens)} tokens"
+
+AutoTokenizer.from_pretrained = lambda name: Tokenizer()
+AutoModelForCausalLM.from_pretrained = lambda name: model
+folder = snapshot_download("org/talon")
+blocks = open(folder + "/README.md").read().split("```python")[1:]
+outputs = []
+for block in blocks:
+    exec(block.split("```")[0].replace("COMMIT", os.path.basename(folder)))
+    outputs.append(out)
+assert len(outputs) == 2
+options["max_new_tokens"] = 64
+compare(model, *outputs)
+"""
+LOADED_ONCE = """
+model = watch(LlamaForCausalLM.from_pretrained(target))
+by_call = model.generate(ids, assistant_model=head, **by_name)
+talon = model.load_custom_generate("org/talon", trust_remote_code=True)
+urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/org/talon/resolve/main/README.md")  # the test looks for it
+compare(model, by_call, talon(model=model, input_ids=ids, assistant_model=head, **options))
 """
 OVERRIDDEN = """
-model = watch(AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True))
-assert model.generate.func.__module__.startswith("transformers_modules.")
-results["keyword"] = model.generate(input_ids=ids, assistant_model=head, **options).tolist()
-results["positional"] = model.generate(ids, assistant_model=head, **options).tolist()
+for source in target.split(","):
+    model = watch(AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True))
+    assert model.generate.func.__module__.startswith("transformers_modules.")
+    keyword = model.generate(input_ids=ids, assistant_model=head, **options)
+    positional = model.generate(ids, assistant_model=head, **options)
+    compare(model, keyword, positional)
 """
 
 
@@ -502,52 +544,65 @@ def saved(tiny_target: LlamaForCausalLM, bundled: Path, tmp_path_factory: pytest
     return folder
 
 
-def run_hub_user(script: str, target: Path, head: Path, hf_home: Path, **env: str) -> dict[str, Any]:
-    """Runs `script` in an isolated process that cannot import talon_hf, and returns what it reports."""
-    settings = {"HF_HOME": str(hf_home), "HF_MODULES_CACHE": str(hf_home / "modules"), **env}
+def run_hub_user(script: str, target: Path | str, head: Path, hf_home: Path, **env: str) -> list[dict[str, Any]]:
+    """Runs `script` in an isolated process that cannot import talon_hf, and returns what its `compare`s report."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    settings = {"HF_HOME": str(hf_home), "HF_MODULES_CACHE": str(hf_home / "modules"), **env}
     elsewhere = hf_home / "elsewhere"
     elsewhere.mkdir(parents=True)
+    command = [sys.executable, "-I", "-c", HUB_USER + script, str(target), str(head)]
     done = subprocess.run(
-        [sys.executable, "-I", "-c", HUB_USER + script + REPORT, str(target), str(head)],
-        cwd=elsewhere,
-        env=inherited | settings,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        command, cwd=elsewhere, env=inherited | settings, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def serve_bundle(hub: HubStandIn, bundled: Path) -> None:
-    hub.repos["org/talon"] = StandInRepo(files=files_of(bundled))
+@pytest.fixture
+def serving(bundled: Path) -> Iterator[HubStandIn]:
+    """A Hub that holds the bundle as org/talon."""
+    with HubStandIn() as stand_in:
+        stand_in.repos["org/talon"] = StandInRepo(files=files_of(bundled))
+        yield stand_in
 
 
-def assert_generated_like_plain(report: dict[str, Any]) -> None:
-    assert report["keyword"] == report["plain"]
-    assert report["positional"] == report["plain"]
-    assert len(report["plain"][0]) == 6 + 24
-    assert max(report["widths"][1:]) > 6, "no draft tree was checked, so the loop did not run"
+def assert_generated_like_plain(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert len(set(report["plain"][0])) > 12, "the target's text is too dull to compare"
+        assert report["talon"] == [report["plain"]] * len(report["talon"])
+        assert report["widest"] > 6, "no draft tree was checked, so the loop did not run"
 
 
-def test_bundle_works_offline_from_the_hub_cache(hub: HubStandIn, bundled: Path, saved: Path, tmp_path: Path) -> None:
-    serve_bundle(hub, bundled)
-    huggingface_hub.snapshot_download("org/talon", endpoint=hub.url, cache_dir=tmp_path / "home" / "hub")
-    report = run_hub_user(BY_NAME, saved / "target", saved / "head", tmp_path / "home", HF_HUB_OFFLINE="1")
-    assert_generated_like_plain(report)
+def test_bundle_and_the_code_on_its_card_work_offline_from_the_hub_cache(
+    serving: HubStandIn, saved: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    huggingface_hub.snapshot_download("org/talon", endpoint=serving.url, cache_dir=home / "hub")
+    reports = run_hub_user(BY_NAME + CARD, saved / "target", saved / "head", home, HF_HUB_OFFLINE="1")
+    assert len(reports) == 2
+    assert_generated_like_plain(reports)
 
 
-def test_bundle_works_from_the_hub(hub: HubStandIn, bundled: Path, saved: Path, tmp_path: Path) -> None:
-    serve_bundle(hub, bundled)
-    report = run_hub_user(BY_NAME, saved / "target", saved / "head", tmp_path / "home", HF_ENDPOINT=hub.url)
-    assert_generated_like_plain(report)
-    fetched = {request.split("/")[-1] for request in hub.requests if request.startswith("GET /org/talon/resolve")}
-    assert fetched == {path.name for path in (bundled / "custom_generate").iterdir()}
+def test_bundle_works_from_the_hub_which_is_asked_for_code_only_and_once_loaded_for_nothing(
+    serving: HubStandIn, saved: Path, tmp_path: Path
+) -> None:
+    home, url = tmp_path / "home", serving.url
+    assert_generated_like_plain(run_hub_user(LOADED_ONCE, saved / "target", saved / "head", home, HF_ENDPOINT=url))
+    *fetched, last = [request.split("/")[-1] for request in serving.requests if request.startswith("GET /org/talon/")]
+    assert set(fetched) == {*(path.name for path in shipped_modules()), "requirements.txt"}
+    assert last == "README.md"
+    assert serving.requests[-1] == "GET /org/talon/resolve/main/README.md"
 
 
-def test_repository_with_our_code_beside_its_weights_overrides_generate(saved: Path, tmp_path: Path) -> None:
-    report = run_hub_user(OVERRIDDEN, saved / "pair", saved / "head", tmp_path / "home", HF_HUB_OFFLINE="1")
-    assert_generated_like_plain(report)
+def test_repository_with_our_code_beside_its_weights_overrides_generate(
+    serving: HubStandIn, saved: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    serving.repos["org/pair"] = StandInRepo(files=files_of(saved / "pair"))
+    huggingface_hub.snapshot_download("org/pair", endpoint=serving.url, cache_dir=home / "hub")
+    # From a folder, transformers up to 5.0 copies only the siblings that generate.py itself imports.
+    folders = [str(saved / "pair")] if Version(transformers.__version__) >= Version("5.17") else []
+    sources = ["org/pair", *folders]
+    reports = run_hub_user(OVERRIDDEN, ",".join(sources), saved / "head", home, HF_HUB_OFFLINE="1")
+    assert len(reports) == len(sources)
+    assert_generated_like_plain(reports)

@@ -137,6 +137,14 @@ def test_talon_grows_the_worked_tree():
     assert grown.draft_steps == WORKED_DRAFT_STEPS
 
 
+def test_the_expected_emission_of_the_worked_trees():
+    def expected(**changes: Any) -> float:
+        return sum(math.exp(node.path_log_prob) for node in grow_worked(**changes).nodes)
+
+    emissions = [expected(), expected(mu=0.4), expected(mu=0.25)]
+    assert emissions == pytest.approx([2.68, 2.698, 2.59], abs=WORKED_TOLERANCE)
+
+
 def test_talon_asks_for_every_frontier_row_and_no_more():
     asked: list[Path] = []
 
@@ -254,6 +262,14 @@ def test_a_budget_of_one_node_takes_no_draft_step():
     assert grow_talon(row_of(1.0), 9, 1, 2, 0.3) == root_alone
     assert grow_eagle(row_of(1.0), 9, 1, 2, depth=3) == root_alone
     assert grow_chain(row_of(1.0), 9, 3, 1) == root_alone
+
+
+@pytest.mark.parametrize("kind", sorted(TABLE_KINDS))
+def test_a_smaller_talon_budget_grows_the_first_nodes_of_a_larger_one(kind: str):
+    for seed in range(4):
+        large = grow_talon(named_table(kind, seed), 0, 30, 4, 0.1).nodes
+        for budget in range(1, 31):
+            assert grow_talon(named_table(kind, seed), 0, budget, 4, 0.1).nodes == large[:budget]
 
 
 def test_children_rank_by_path_log_prob_even_where_fp32_merges_their_own():
