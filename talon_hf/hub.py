@@ -53,7 +53,8 @@ tags:
 Speculative decoding with confidence-aware draft trees (TALON, [arXiv 2601.07353](https://arxiv.org/abs/2601.07353)).
 A small drafter proposes a tree of continuations, deep where it is sure and wide where it is not; the model checks the
 whole tree in one forward and keeps the tokens that it would have chosen itself. Greedy output equals plain `generate`,
-sampled output has the distribution of plain `generate`, whatever the drafter and the options below. They change speed.
+(in half precision except where two logits tie within rounding) and sampled output has its distribution, whatever the
+drafter and the options below: they change speed only.
 
 ## Base model
 
@@ -237,8 +238,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run_bundle(args: argparse.Namespace) -> None:
-    for path in bundle(args.directory):
-        print(path)
+    print(*bundle(args.directory), sep="\n")
 
 
 def _run_publish(args: argparse.Namespace) -> None:

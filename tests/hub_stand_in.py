@@ -12,6 +12,7 @@ import json
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -41,25 +42,28 @@ class StandInRepo:
 
 
 class HubStandIn:
-    """Serves while its `with` block runs. `requests` lists what was asked of it, as "METHOD /path"."""
+    """What the Hub holds. `requests` lists what was asked of it, as "METHOD /path"."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.repos: dict[str, StandInRepo] = {}
         self.blobs: dict[str, bytes] = {}  # large files by sha256
         self.xorbs: dict[str, list[bytes]] = {}  # Xet: the chunks of each uploaded bundle of chunks, by its hash
         self.requests: list[str] = []
         self.transports: set[str] = set()  # how large files arrived: "lfs", "xet"
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.hub = self  # type: ignore[attr-defined]
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> HubStandIn:
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+@contextmanager
+def serve_hub() -> Iterator[HubStandIn]:
+    """An empty Hub on a free port, for the length of a `with` block."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    hub = server.hub = HubStandIn(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -98,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
             case _:
                 self.reply({"error": "Not Found"}, 404)
 
-    do_GET = do_HEAD = do_POST = do_PUT = handle_request  # noqa: N815 (the names http.server looks up)
+    do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
     def reply(self, content: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
