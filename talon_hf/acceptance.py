@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 
 from .sampling import Picker
 from .transcript import Transcript
 from .tree import DraftTree
 
-Rule = Callable[[Picker, Tensor, Sequence[Sequence[int]]], LongTensor]
+Rule = Callable[[Picker, Tensor, Sequence[Sequence[int]]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Verdict:
     emitted: list[int]
 
 
-def match(picker: Picker, scores: Tensor, children: Sequence[Sequence[int]]) -> LongTensor:
+def match(picker: Picker, scores: Tensor, children: Sequence[Sequence[int]]) -> Tensor:
     """(R,) tokens by sample-then-match: one draw of plain decoding; `children` plays no part in it.
 
     Args:
@@ -45,7 +45,7 @@ def match(picker: Picker, scores: Tensor, children: Sequence[Sequence[int]]) -> 
     return picker.draw(scores)
 
 
-def residual(picker: Picker, scores: Tensor, children: Sequence[Sequence[int]]) -> LongTensor:
+def residual(picker: Picker, scores: Tensor, children: Sequence[Sequence[int]]) -> Tensor:
     """(R,) tokens by recursive rejection and residual resampling (TALON section 3.3, EAGLE's `evaluate_posterior`).
 
     Child x of a node is taken with probability p[x]; a refused one leaves p with p[x] = 0, renormalised, for the next;
@@ -53,7 +53,9 @@ def residual(picker: Picker, scores: Tensor, children: Sequence[Sequence[int]]) 
     """
     if not picker.do_sample:
         return match(picker, scores, children)
-    return torch.stack([_residual_draw(p, row) for p, row in zip(torch.softmax(scores, dim=-1), children, strict=True)])
+    return torch.stack(
+        [_residual_draw(p, row) for p, row in zip(torch.softmax(scores, dim=-1), children, strict=True)]
+    )
 
 
 def _residual_draw(p: Tensor, children: Sequence[int]) -> Tensor:
@@ -86,7 +88,9 @@ def walk(
         transcript: supplies each node's prefix, takes each token, says when a row has finished.
         rule: how a token is drawn at a node.
     """
-    children = [_children(tokens, parents) for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
+    children = [
+        _children(tokens, parents) for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+    ]
     argmax = logits.to(torch.float32).argmax(dim=-1).tolist() if picker.is_plain_argmax else None
     paths = [[0] for _ in rows]
     emitted = [0] * len(rows)
@@ -98,7 +102,9 @@ def walk(
             scores, tokens = at, [argmax[i][node] for i, node in zip(walking, nodes, strict=True)]
         else:
             scores = picker.scores([transcript.prefix(rows[i]) for i in walking], at)
-            tokens = rule(picker, scores, [list(children[i][node]) for i, node in zip(walking, nodes, strict=True)]).tolist()
+            tokens = rule(
+                picker, scores, [list(children[i][node]) for i, node in zip(walking, nodes, strict=True)]
+            ).tolist()
         still = []
         for k, (i, node, token) in enumerate(zip(walking, nodes, tokens, strict=True)):
             transcript.append(rows[i], token, scores[k], at[k])

@@ -8,10 +8,10 @@ window, so a rejected branch cannot push a column out.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 
@@ -40,7 +40,7 @@ class TreeLayer(DynamicLayer):
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, self._length : end] = states
         self._view(end)
-        return self.keys, self.values
+        return cast(Tensor, self.keys), cast(Tensor, self.values)
 
     def _grow(self, states: tuple[Tensor, Tensor], capacity: int) -> None:
         old = self._buffers
@@ -70,9 +70,8 @@ class TreeLayer(DynamicLayer):
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copies columns `source` (B, a) to `target` (B, a) and ends the layer at `length`."""
         for buffer in self._buffers:
-            index = (slice(None), slice(None))
-            if buffer.shape[0] == 1:
-                buffer[(*index, target[0])] = buffer[(*index, source[0])]
+            if len(buffer) == 1:
+                buffer[:, :, target[0]] = buffer[:, :, source[0]]
             else:
                 shape = (-1, buffer.shape[1], -1, buffer.shape[3])
                 moved = buffer.gather(2, source[:, None, :, None].expand(shape))
@@ -89,7 +88,7 @@ class TreeLayer(DynamicLayer):
         self._buffers = [buffer.repeat_interleave(repeats, dim=0) for buffer in self._buffers]
         self._view(self._length)
 
-    def reorder_cache(self, beam_idx: LongTensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders the rows."""
         self.batch_select_indices(beam_idx)
 
@@ -116,7 +115,9 @@ class TreeCache(DynamicCache):
         """Settles the last forward: keeps its columns `picked` (per row, counted from its first column), in order."""
         start = max(self.committed)
         length = max(done + len(row) for done, row in zip(self.committed, picked, strict=True))
-        if any(done != start or row != list(range(len(row))) for done, row in zip(self.committed, picked, strict=True)):
+        if any(
+            done != start or row != list(range(len(row))) for done, row in zip(self.committed, picked, strict=True)
+        ):
             width = max(len(row) for row in picked)
             source = torch.tensor([[start + c for c in row + [0] * (width - len(row))] for row in picked])
             target = torch.tensor(self.committed).unsqueeze(1) + torch.arange(width)
@@ -153,4 +154,4 @@ class TreeCache(DynamicCache):
             layer._view(length)
 
     def _tree_layers(self) -> list[TreeLayer]:
-        return [layer for layer in self.layers if layer.is_initialized]
+        return [layer for layer in self.layers if isinstance(layer, TreeLayer) and layer.is_initialized]

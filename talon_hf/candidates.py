@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -107,7 +107,9 @@ class TalonCandidateGenerator(CandidateGenerator):
         with features_of(self._target, self.spec) as self._taps:
             yield self
 
-    def get_candidates(self, input_ids: LongTensor, *args: Any, **kwargs: Any) -> tuple[LongTensor, None]:
+    def get_candidates(  # type: ignore[override]  # the annotation upstream misses its own None
+        self, input_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         """The best chain behind `input_ids` (1, L): (1, L + gamma) ids, and no logits, since drafts are point masses.
 
         Without features (before the prompt's forward) it proposes nothing, which the stock loop allows.
@@ -120,10 +122,11 @@ class TalonCandidateGenerator(CandidateGenerator):
         new = slice(self._read, length - 1)
         positions = torch.arange(new.start, new.stop, device=input_ids.device).unsqueeze(0)
         tokens = input_ids[:, new]
-        commit = Commit(tokens, features[:, : tokens.shape[1]], positions, tokens == tokens, input_ids[:, -1])
+        valid = torch.ones_like(tokens, dtype=torch.bool)
+        commit = Commit(tokens, features[:, : tokens.shape[1]], positions, valid, input_ids[:, -1])
         self._read = length - 1
         self._taps.clear()
         return torch.cat([input_ids, self.get_tree(commit, [limit]).best_chain()], dim=1), None
 
-    def update_candidate_strategy(self, input_ids: LongTensor, scores: Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Nothing to update: the next `get_candidates` sees from `input_ids` what was accepted."""

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+HEAD_FILES = f"config.json and {' or '.join(WEIGHT_FILES)}"
 # Training keeps the set of drafted tokens beside their offsets; drafting reads the offsets alone.
 UNUSED = ("t2d",)
+SIZED_BY = "midlayer.self_attn.q_proj.weight, midlayer.mlp.gate_proj.weight and lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def read_checkpoint(source: str | Path, **hub: Any) -> tuple[EagleConfig, dict[s
     """Reads a head from a folder or a Hub repository.
 
     Args:
-        source: folder, or Hub id.
+        source: folder, or Hub id; a folder of a repository is "org/repository/folder".
         hub: `revision`, `subfolder`, `token`, `cache_dir`, `local_files_only` and the like.
 
     Returns:
@@ -83,33 +85,41 @@ def read_checkpoint(source: str | Path, **hub: Any) -> tuple[EagleConfig, dict[s
 
 
 def _file(source: str | Path, names: tuple[str, ...], subfolder: str | None = None, **hub: Any) -> Path:
-    folder = Path(source, subfolder or "")
+    wanted = " or ".join(names)
     if Path(source).is_dir():
+        folder = Path(source, subfolder or "")
         for name in names:
             if (folder / name).is_file():
                 return folder / name
-        raise FileNotFoundError(f"No {' or '.join(names)} in {str(folder)!r}: an EAGLE-3 head is a folder with both.")
+        raise FileNotFoundError(f"No {wanted} in {str(folder)!r}: an EAGLE-3 head is a folder with {HEAD_FILES}.")
+    owner, *rest = str(source).split("/")
+    repository = "/".join([owner, *rest[:1]])
+    below = "/".join([*rest[1:], *([subfolder] if subfolder else [])]) or None
+    absent: EntryNotFoundError | None = None
     for name in names:
         try:
-            return Path(hf_hub_download(str(source), name, subfolder=subfolder, **hub))
-        except EntryNotFoundError:
-            continue
-    raise FileNotFoundError(f"No {' or '.join(names)} in the Hub repository {str(source)!r}.")
+            return Path(hf_hub_download(repository, name, subfolder=below, **hub))
+        except EntryNotFoundError as error:
+            absent = error
+        except HFValidationError as error:
+            raise FileNotFoundError(
+                f"{str(source)!r} is neither a folder nor a Hub id such as 'org/head' or 'org/repository/head'."
+            ) from error
+    raise FileNotFoundError(
+        f"No {wanted} under {str(source)!r} on the Hub, or the Hub is out of reach and the local cache lacks it. "
+        f"An EAGLE-3 head is a folder with {HEAD_FILES}."
+    ) from absent
 
 
 def _config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str | Path) -> EagleConfig:
     for name in ("hidden_size", "num_attention_heads", "vocab_size"):
         if name not in raw:
-            raise ValueError(f"The head {str(source)!r} has no `{name}` in its config.json.")
-    if raw.get("rope_scaling"):
-        raise ValueError(
-            f"The head {str(source)!r} sets `rope_scaling`={raw['rope_scaling']!r}, which is not supported: "
-            "official EAGLE-3 heads use plain rotary positions."
-        )
+            raise ValueError(
+                f"The head {str(source)!r} has no `{name}` in its config.json: it is incomplete, or no EAGLE-3 head's."
+            )
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     # Published configs give a wrong head_dim or draft vocabulary now and then; a tensor cannot.
     head_dim = _rows(tensors, "midlayer.self_attn.q_proj.weight", hidden) // heads
-    theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
     layers = raw.get("eagle_aux_hidden_state_layer_ids")
     return EagleConfig(
         hidden_size=hidden,
@@ -122,13 +132,26 @@ def _config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str |
         draft_vocab_size=_rows(tensors, "lm_head.weight", raw.get("draft_vocab_size") or raw["vocab_size"]),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         hidden_act=raw.get("hidden_act", "silu"),
-        rope_theta=float(theta or 10000.0),
+        rope_theta=_rope_theta(raw, source),
         aux_layers=tuple(layers) if layers else None,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_id=raw.get("eos_token_id"),
         pad_token_id=raw.get("pad_token_id"),
         max_position_embeddings=raw.get("max_position_embeddings"),
     )
+
+
+def _rope_theta(raw: Mapping[str, Any], source: str | Path) -> float:
+    """The rotary base: 10000 where the config names none, whatever the target's is."""
+    for name in ("rope_scaling", "rope_parameters"):
+        entry = raw.get(name) or {}
+        kind = entry.get("rope_type", entry.get("type", "default"))
+        if kind != "default" or "factor" in entry:
+            raise ValueError(
+                f"The head {str(source)!r} sets `{name}`={entry!r}, which is not supported: official EAGLE-3 heads "
+                "use plain rotary positions. Drop the entry if the head was trained without it."
+            )
+    return float(raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta") or 10000.0)
 
 
 def _rows(tensors: Mapping[str, Tensor], name: str, fallback: int) -> int:
@@ -176,7 +199,7 @@ def _check_tensors(config: EagleConfig, tensors: Mapping[str, Tensor], source: s
     ]
     problems = [f"missing: {', '.join(missing)}"] * bool(missing)
     problems += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
-    problems += [f"wrong shape: {'; '.join(wrong)}"] * bool(wrong)
+    problems += [f"wrong shape: {'; '.join(wrong)} (sizes are those of config.json, and of {SIZED_BY})"] * bool(wrong)
     if problems:
         raise ValueError(
             f"The head {str(source)!r} is not in the official EAGLE-3 layout. {'. '.join(problems)}. "
@@ -197,9 +220,14 @@ def draft_ids(config: EagleConfig, offsets: Tensor | None) -> Tensor | None:
     if outside:
         where = outside[0]
         raise ValueError(
-            f"`d2t` maps draft id {where} to {int(ids[where])}, outside the target's vocabulary of {config.vocab_size} "
-            f"({len(outside)} such entries). `d2t` holds offsets: target id = draft id + d2t[draft id]."
+            f"`d2t` maps draft id {where} to {int(ids[where])}, outside the target's vocabulary of "
+            f"{config.vocab_size} ({len(outside)} such entries). `d2t` holds offsets: target id = draft id + d2t[draft id]."
         )
-    if ids.unique().numel() != ids.numel():
-        raise ValueError("`d2t` maps two draft ids to one target id, so siblings in a draft tree would not be distinct.")
+    taken: dict[int, int] = {}
+    for draft_id, token in enumerate(ids.tolist()):
+        if taken.setdefault(token, draft_id) != draft_id:
+            raise ValueError(
+                f"`d2t` maps draft ids {taken[token]} and {draft_id} to one target id, {token}, so siblings in a "
+                "draft tree would not be distinct. It holds offsets (target id = draft id + d2t[draft id]), not target ids."
+            )
     return ids

@@ -16,13 +16,13 @@ TRANSFORMERS = Version(transformers.__version__)
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
-    """The name of `forward`'s cache argument: "cache" since 5.24, "past_key_values" before and in older remote code."""
+    """The name of `forward`'s cache argument: "cache" since 5.24, before that "past_key_values"."""
     parameters = inspect.signature(model.forward).parameters
     if "past_key_values" in parameters:
         return "past_key_values"
     if "cache" in parameters:
         return "cache"
-    return "cache" if TRANSFORMERS >= Version("5.24") else "past_key_values"
+    return "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"
 
 
 def dense_gguf(file_name: str) -> dict[str, Any]:
@@ -33,4 +33,4 @@ def dense_gguf(file_name: str) -> dict[str, Any]:
 
 def cache_output_field() -> str:
     """The name under which `generate` outputs carry the cache."""
-    return "cache" if TRANSFORMERS >= Version("5.24") else "past_key_values"
+    return "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"

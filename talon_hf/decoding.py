@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import LongTensor
+from torch import LongTensor, Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -32,7 +32,7 @@ class TalonOutput(GenerateDecoderOnlyOutput):
 
 def talon_decode(
     model: PreTrainedModel,
-    input_ids: LongTensor,
+    input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -41,7 +41,7 @@ def talon_decode(
     options: Mapping[str, Any],
     streamer: Any = None,
     **model_kwargs: Any,
-) -> TalonOutput | LongTensor:
+) -> TalonOutput | Tensor:
     """Decodes with draft trees, in the place of `generate`'s own sampling loop.
 
     Args:
@@ -84,7 +84,7 @@ def talon_decode(
     return _output(transcript, target, stats, generation_config)
 
 
-def _prefill(target: Target, input_ids: LongTensor, model_kwargs: dict[str, Any]) -> tuple[Scores, Commit]:
+def _prefill(target: Target, input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[Scores, Commit]:
     """Reads the prompt; the commit still lacks its roots."""
     ours = ("use_cache", "logits_to_keep", "cache", "past_key_values", "cache_position")
     inputs = {name: value for name, value in model_kwargs.items() if name not in ours}
@@ -127,7 +127,7 @@ def _depth_limits(
 
 
 def _transcript(
-    input_ids: LongTensor, stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, streamer: Any
+    input_ids: Tensor, stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, streamer: Any
 ) -> Transcript:
     wants = generation_config.return_dict_in_generate is True
     pad = generation_config._pad_token_tensor
@@ -143,12 +143,11 @@ def _transcript(
 
 def _output(
     transcript: Transcript, target: Target, stats: TalonStats, generation_config: GenerationConfig
-) -> TalonOutput | LongTensor:
+) -> TalonOutput | Tensor:
     if not generation_config.return_dict_in_generate:
         return transcript.sequences()
-    output = TalonOutput(
-        sequences=transcript.sequences(), scores=transcript.scores(), logits=transcript.logits(), talon_stats=stats
-    )
+    fields: dict[str, Any] = {"scores": transcript.scores(), "logits": transcript.logits()}
+    output = TalonOutput(sequences=cast(LongTensor, transcript.sequences()), talon_stats=stats, **fields)
     if len(transcript.lengths) == 1:
         # Rows of a batch leave it at different times, so only a single row's cache is whole at the end.
         output[cache_output_field()] = target.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from torch import LongTensor, Tensor
+from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,27 +39,25 @@ class Commit:
         roots: (B,) int64, the token that follows the last valid position: committed, not yet in any cache.
     """
 
-    tokens: LongTensor
+    tokens: Tensor
     features: Tensor
-    positions: LongTensor
+    positions: Tensor
     valid: Tensor
-    roots: LongTensor
+    roots: Tensor
 
-    def with_roots(self, roots: LongTensor) -> Commit:
+    def with_roots(self, roots: Tensor) -> Commit:
         """The same positions, followed by `roots` (B,)."""
         return replace(self, roots=roots)
 
     def select_rows(self, rows: list[int]) -> Commit:
         """Some rows of the batch."""
-        return Commit(
-            self.tokens[rows], self.features[rows], self.positions[rows], self.valid[rows], self.roots[rows]
-        )
+        return Commit(self.tokens[rows], self.features[rows], self.positions[rows], self.valid[rows], self.roots[rows])
 
 
 class DraftSession(Protocol):
     """One call's drafting state. Shapes: B rows, W frontier nodes, Vd draft tokens."""
 
-    draft_ids: LongTensor | None  # (Vd,) int64 target id of each draft id; None when they are the same
+    draft_ids: Tensor | None  # (Vd,) int64 target id of each draft id; None when they are the same
     max_depth: int | None  # deepest node it can draft; None for no limit
     steps: int  # draft steps so far
 

@@ -9,17 +9,17 @@ section 3.1). The key-value cache's committed columns hold pairs with target fea
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import LongTensor, Tensor, nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from .cache import TreeCache
 from .checkpoints import EagleConfig, draft_ids, read_checkpoint
-from .drafter import Commit, FeatureSpec
+from .drafter import Commit, DraftSession, FeatureSpec
 
 
 class EagleDraft(nn.Module):
@@ -40,9 +40,10 @@ class EagleDraft(nn.Module):
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
         owns_embeddings = tensors is not None and "embed_tokens.weight" in tensors
         self.embed_tokens = nn.Embedding(config.vocab_size, h) if owns_embeddings else None
+        self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", draft_ids(config, (tensors or {}).get("d2t")), persistent=False)
         if tensors is not None:
-            self.load_state_dict(_canonical(tensors), strict=True)
+            self.load_state_dict(_canonical(tensors), strict=True, assign=True)  # keeps the file's dtype
         self.eval().requires_grad_(False)
 
     @classmethod
@@ -57,7 +58,7 @@ class EagleDraft(nn.Module):
         """Loads a head of the official EAGLE-3 layout, strictly.
 
         Args:
-            source: folder or Hub id.
+            source: folder or Hub id; a folder of a repository is "org/repository/folder".
             dtype: of the weights; None keeps the file's.
             device: where to; None is the CPU.
             hub: `subfolder`, `revision`, `token`, `cache_dir`, `local_files_only`, as in `hf_hub_download`.
@@ -107,10 +108,10 @@ class EagleDraft(nn.Module):
             )
         return FeatureSpec(tuple(boundaries))
 
-    def open(self, target: PreTrainedModel, rows: int) -> EagleSession:
+    def open(self, target: PreTrainedModel, rows: int) -> DraftSession:
         """A session for `rows` prompts of this target."""
-        own = self.embed_tokens
-        return EagleSession(self, (own or target.get_input_embeddings()).weight, rows)
+        embeddings = self.embed_tokens or cast(nn.Embedding, target.get_input_embeddings())
+        return EagleSession(self, embeddings.weight, rows)
 
     def log_probs(self, states: Tensor) -> Tensor:
         """(..., Vd) float32 log-probs from layer outputs (..., h)."""
@@ -175,7 +176,7 @@ class EagleSession:
         rows: batch size.
     """
 
-    max_depth = None
+    max_depth: int | None = None
 
     def __init__(self, head: EagleDraft, embeddings: Tensor, rows: int) -> None:
         self.draft_ids = head.draft_ids
@@ -231,7 +232,7 @@ class EagleSession:
 
     def _commit_mask(self, valid: Tensor) -> Tensor | None:
         """(B, 1, m, columns) bool: committed columns, then valid new ones up to itself; padding sees itself."""
-        rows, m = valid.shape
+        m = valid.shape[1]
         visible = self._cache.visible(valid.device)
         if visible.shape[1] == 0 and bool(valid.all()):
             return None
@@ -240,7 +241,7 @@ class EagleSession:
         return torch.cat([visible.unsqueeze(1).expand(-1, m, -1), new], dim=2).unsqueeze(1)
 
 
-def _following_tokens(commit: Commit) -> LongTensor:
+def _following_tokens(commit: Commit) -> Tensor:
     """(B, m) the token after each committed position; the root follows the last valid one."""
     following = torch.cat([commit.tokens[:, 1:], commit.roots.unsqueeze(1)], dim=1)
     is_last = commit.valid & ~torch.cat([commit.valid[:, 1:], torch.zeros_like(commit.valid[:, :1])], dim=1)

@@ -46,9 +46,8 @@ def features_of(model: PreTrainedModel, spec: FeatureSpec) -> Iterator[dict[int,
 
     handles = []
     try:
-        layers = decoder_layers(model) if spec.boundaries else None
         for boundary in set(spec.boundaries):
-            handles.append(layers[boundary].register_forward_pre_hook(tap(boundary), with_kwargs=True))
+            handles.append(decoder_layers(model)[boundary].register_forward_pre_hook(tap(boundary), with_kwargs=True))
         yield taps
     finally:
         for handle in handles:

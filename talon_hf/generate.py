@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from .checks import check_arguments, check_target
@@ -20,6 +21,23 @@ from .decoding import TalonOutput, talon_decode
 from .drafter import Drafter
 from .eagle import EagleDraft
 
+# From a local folder, transformers before 5.17 copies only the modules that this file itself imports.
+# isort: off
+from .acceptance import walk  # noqa: F401
+from .cache import TreeCache  # noqa: F401
+from .candidates import TalonCandidateGenerator  # noqa: F401
+from .checkpoints import read_checkpoint  # noqa: F401
+from .compat import cache_keyword  # noqa: F401
+from .features import features_of  # noqa: F401
+from .masks import tree_masks  # noqa: F401
+from .policies import TreePolicy  # noqa: F401
+from .sampling import Picker  # noqa: F401
+from .stats import TalonStats  # noqa: F401
+from .target import Target  # noqa: F401
+from .transcript import Transcript  # noqa: F401
+from .tree import DraftTree  # noqa: F401
+# isort: on
+
 HUB_ARGUMENTS = (
     "revision", "code_revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "repo_type",
     "subfolder", "trust_remote_code", "custom_generate",
@@ -27,16 +45,15 @@ HUB_ARGUMENTS = (
 
 
 @torch.no_grad()
-def generate(
-    inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: Any
-) -> TalonOutput | LongTensor:
+def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: Any) -> TalonOutput | Tensor:
     """Generates with TALON draft trees: the text of plain `generate`, in fewer forwards of the model.
 
     Args:
         inputs: (B, L) int64 prompt, as `generate` takes it; `input_ids=` works too.
         model: the target.
         kwargs: everything that `model.generate` takes, and
-            assistant_model: an EAGLE-3 head (`EagleDraft`), or the folder or Hub id of one, which is loaded once.
+            assistant_model: an EAGLE-3 head (`EagleDraft`), or where to load one from, once: a folder, a Hub id, or
+                "org/name/folder".
             talon_policy, talon_node_budget, talon_mu, ...: the fields of `TalonConfig`; an argument here wins over
             the attribute of that name on `generation_config`, which wins over the default.
 
@@ -66,12 +83,12 @@ def _on(model: PreTrainedModel, loop: Any) -> Any:
 
     def decode(
         prepared: PreTrainedModel,
-        input_ids: LongTensor,
+        input_ids: Tensor,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
         **model_kwargs: Any,
-    ) -> TalonOutput | LongTensor:
+    ) -> TalonOutput | Tensor:
         return loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
     return decode
@@ -96,7 +113,12 @@ def _drafter(assistant: Any, model: PreTrainedModel, hub: dict[str, Any]) -> Dra
 
 @lru_cache(maxsize=4)
 def _loaded(source: str, dtype: torch.dtype, device: torch.device, access: tuple[tuple[str, Any], ...]) -> EagleDraft:
-    return EagleDraft.from_pretrained(source, dtype=dtype, device=device, **dict(access))
+    options = dict(access)
+    if not Path(source).exists() and source.count("/") > 1:
+        # A head may lie in a folder of a Hub repository: "org/name/folder".
+        org, name, options["subfolder"] = source.split("/", 2)
+        source = f"{org}/{name}"
+    return EagleDraft.from_pretrained(source, dtype=dtype, device=device, **options)
 
 
 def _with_stop_strings(
@@ -114,7 +136,7 @@ def _with_stop_strings(
         return model, kwargs
     if tokenizer is None:
         raise ValueError(
-            f"`stop_strings` is {strings!r}, but `generate` could not locate a tokenizer: pass the model's tokenizer as "
+            f"`stop_strings` is {strings!r}, but `generate` could not locate a tokenizer: pass the model's as "
             "`tokenizer=`."
         )
     kwargs = {name: value for name, value in kwargs.items() if name != "stop_strings"}

@@ -41,9 +41,7 @@ def load_target(source: str | None = None, dtype: torch.dtype = torch.bfloat16) 
     folder = gguf.parent if gguf else source or TARGET
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf.name} if gguf else {}))
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, **(dense_gguf(gguf.name) if gguf else {})
-        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **(dense_gguf(gguf.name) if gguf else {}))
     except OSError as error:
         if source is not None:
             raise

@@ -34,7 +34,7 @@ class TreePolicy(Protocol):
     """Grows one draft tree a row."""
 
     def grow(self, source: LogProbSource, roots: Tensor, depth_limits: Tensor) -> DraftTree:
-        """A tree per row, rooted at `roots` (B,), no node deeper than `depth_limits` (B,) int64 (0: the root alone)."""
+        """A tree per row, rooted at `roots` (B,), no node deeper than `depth_limits` (B,) int64; 0: only the root."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class _Frontier:
     def pool(self, source: LogProbSource, alive: Tensor) -> Tensor:
         """(B, W, Vd) path log-probs of all candidates: the paper's S_d. -inf is no candidate.
 
-        One draft step. A node whose log-probs hold a NaN or a +inf has no candidates, so a broken drafter drafts nothing.
+        One draft step. A node whose log-probs hold a NaN or a +inf has no candidates: broken drafts are none.
         """
         log_probs = source.begin().unsqueeze(1) if self.depth == 0 else source.extend(self.tokens, self.slots, alive)
         # A NaN propagates through amax and fails the comparison, as does +inf.
@@ -187,8 +187,8 @@ class _Frontier:
         """The best `width` nodes of each row, best first."""
         scores = self.path_log_probs
         columns, valid = _best(scores, _kth_best(scores, width), _filled(width, scores))
-        picked = (t.gather(1, columns) for t in (self.nodes, self.slots, self.tokens, self.path_log_probs))
-        return _Frontier(self.depth, *picked, valid)
+        nodes, slots, tokens = (t.gather(1, columns) for t in (self.nodes, self.slots, self.tokens))
+        return _Frontier(self.depth, nodes, slots, tokens, scores.gather(1, columns), valid)
 
 
 def _filled(count: int, scores: Tensor) -> Tensor:

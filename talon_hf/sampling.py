@@ -1,15 +1,16 @@
 """Picker: the next token at a node, chosen exactly as plain `generate` chooses it.
 
 The processors are those that `generate` prepared, called with the node's own prefix; a sampled token is one draw of
-`torch.multinomial` from the softmax of the processed scores, so batch 1 consumes the generator as plain `generate` does.
+`torch.multinomial` from the softmax of the processed scores, so batch 1 uses the generator as plain `generate` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
-from torch import LongTensor, Tensor
+from torch import FloatTensor, LongTensor, Tensor
 from transformers import LogitsProcessorList
 
 
@@ -30,7 +31,7 @@ class Picker:
         """Whether a token depends on its logits row alone, as their argmax."""
         return not self.do_sample and len(self.processors) == 0
 
-    def scores(self, prefixes: Sequence[LongTensor], logits: Tensor) -> Tensor:
+    def scores(self, prefixes: Sequence[Tensor], logits: Tensor) -> Tensor:
         """(R, V) float32 processed scores of R nodes.
 
         Args:
@@ -43,10 +44,13 @@ class Picker:
             return raw
         lengths = {prefix.shape[1] for prefix in prefixes}
         if len(lengths) == 1:
-            return self.processors(torch.cat(list(prefixes)), raw)
-        return torch.cat([self.processors(ids, raw[i : i + 1]) for i, ids in enumerate(prefixes)])
+            return self._process(torch.cat(list(prefixes)), raw)
+        return torch.cat([self._process(ids, raw[i : i + 1]) for i, ids in enumerate(prefixes)])
 
-    def draw(self, scores: Tensor) -> LongTensor:
+    def _process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.processors(cast(LongTensor, input_ids), cast(FloatTensor, scores))
+
+    def draw(self, scores: Tensor) -> Tensor:
         """(R,) int64 tokens from processed scores (R, V)."""
         if not self.do_sample:
             return scores.argmax(dim=-1)

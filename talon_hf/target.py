@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import TreeCache
@@ -57,7 +57,9 @@ class Target:
         self._windows = layer_windows(model.config)
         self._next_positions = torch.zeros(rows, dtype=torch.long)
 
-    def prefill(self, input_ids: LongTensor, attention_mask: Tensor | None, **inputs: Any) -> tuple[Scores, Tensor, Tensor]:
+    def prefill(
+        self, input_ids: Tensor, attention_mask: Tensor | None, **inputs: Any
+    ) -> tuple[Scores, Tensor, Tensor]:
         """Reads the prompt.
 
         Args:
@@ -91,7 +93,7 @@ class Target:
                 input_ids=tree.tokens, attention_mask=masks, position_ids=self.positions(tree), **everything
             )
 
-    def positions(self, tree: DraftTree) -> LongTensor:
+    def positions(self, tree: DraftTree) -> Tensor:
         """(B, n) int64 position ids of the nodes."""
         return self._next_positions.unsqueeze(1) + tree.depths
 
@@ -140,7 +142,7 @@ def using_attention(model: PreTrainedModel, impl: str) -> Iterator[None]:
     if own == impl:
         yield
         return
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    configs: list[Any] = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
     before = [(config, config._attn_implementation) for config in configs if config._attn_implementation == own]
     try:
         for config, _ in before:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 from transformers import StoppingCriteriaList
 
 
@@ -28,7 +28,7 @@ class Transcript:
 
     def __init__(
         self,
-        prompt: LongTensor,
+        prompt: Tensor,
         stopping_criteria: StoppingCriteriaList,
         pad_token_id: int,
         streamer: Any = None,
@@ -46,11 +46,11 @@ class Transcript:
         self._scores: list[list[Tensor]] | None = [[] for _ in range(rows)] if keep_scores else None
         self._logits: list[list[Tensor]] | None = [[] for _ in range(rows)] if keep_logits else None
 
-    def prefix(self, row: int) -> LongTensor:
+    def prefix(self, row: int) -> Tensor:
         """(1, length) int64: everything of a row so far."""
         return self._ids[row : row + 1, : self.lengths[row]]
 
-    def last(self, rows: Sequence[int]) -> LongTensor:
+    def last(self, rows: Sequence[int]) -> Tensor:
         """(R,) int64: the newest token of each of `rows`."""
         return torch.stack([self._ids[row, self.lengths[row] - 1] for row in rows])
 
@@ -71,7 +71,7 @@ class Transcript:
         self.finished[row] = bool(self._stopping_criteria(self.prefix(row), seen).all())
 
     def _stream(self) -> None:
-        """Puts every step that all unfinished rows have reached; finished rows show padding, as in plain `generate`."""
+        """Puts every step that all unfinished rows have reached; finished rows show padding, as in `generate`."""
         if self._streamer is None:
             return
         running = [length for length, done in zip(self.lengths, self.finished, strict=True) if not done]
@@ -79,7 +79,7 @@ class Transcript:
             self._streamer.put(self._column(column).cpu())
             self._streamed = column + 1
 
-    def _column(self, column: int) -> LongTensor:
+    def _column(self, column: int) -> Tensor:
         reached = torch.tensor([column < length for length in self.lengths], device=self._ids.device)
         return torch.where(reached, self._ids[:, column], self._pad)
 
@@ -89,7 +89,7 @@ class Transcript:
             self._stream()
             self._streamer.end()
 
-    def sequences(self) -> LongTensor:
+    def sequences(self) -> Tensor:
         """(B, longest) int64: the prompts and their continuations, padded on the right."""
         longest = max(self.lengths)
         columns = torch.arange(longest, device=self._ids.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class DraftTree:
         valid: (B, n) bool, False for padding.
     """
 
-    tokens: LongTensor
-    parents: LongTensor
-    depths: LongTensor
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
     path_log_probs: Tensor
     valid: Tensor
 
@@ -42,7 +42,7 @@ class DraftTree:
         """Number of columns n, padding included."""
         return self.tokens.shape[1]
 
-    def counts(self) -> LongTensor:
+    def counts(self) -> Tensor:
         """(B,) int64: nodes in each row, the root included."""
         return self.valid.sum(dim=1)
 
@@ -85,7 +85,7 @@ class DraftTree:
         """The same trees with all padding on the right, as narrow as the widest row allows."""
         return self.select(self.valid)
 
-    def best_chain(self) -> LongTensor:
+    def best_chain(self) -> Tensor:
         """(1, gamma) int64: from the root of a single tree, always the best child, down to a leaf."""
         tokens, node = [], 0
         while bool((below := self.parents[0] == node).any()):

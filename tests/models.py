@@ -144,7 +144,9 @@ class ScriptedSession:
 
     def _log_probs(self) -> Tensor:
         rows = zip(self._rows, self._texts, self._paths, strict=True)
-        return torch.stack([torch.stack([self._guess(row, text + path) for path in paths]) for row, text, paths in rows])
+        return torch.stack(
+            [torch.stack([self._guess(row, text + path) for path in paths]) for row, text, paths in rows]
+        )
 
 
 def peaked(token: int, vocabulary: int = VOCABULARY, confidence: float = 0.9) -> Tensor:

@@ -18,9 +18,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-import transformers
 from hub_stand_in import READ_TOKEN, WRITE_TOKEN, HubStandIn, StandInRepo, serve_hub
-from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 
@@ -600,9 +598,7 @@ def test_repository_with_our_code_beside_its_weights_overrides_generate(
     home = tmp_path / "home"
     serving.repos["org/pair"] = StandInRepo(files=files_of(saved / "pair"))
     huggingface_hub.snapshot_download("org/pair", endpoint=serving.url, cache_dir=home / "hub")
-    # From a folder, transformers up to 5.0 copies only the siblings that generate.py itself imports.
-    folders = [str(saved / "pair")] if Version(transformers.__version__) >= Version("5.17") else []
-    sources = ["org/pair", *folders]
+    sources = ["org/pair", str(saved / "pair")]
     reports = run_hub_user(OVERRIDDEN, ",".join(sources), saved / "head", home, HF_HUB_OFFLINE="1")
     assert len(reports) == len(sources)
     assert_generated_like_plain(reports)

@@ -1,4 +1,4 @@
-"""The law: output never depends on drafter, policy or budget. Plain `generate` is the reference, in fp64, to the token."""
+"""The law: output never depends on drafter, policy or budget. In fp64 it is plain `generate`'s, to the token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def talon(model: Any, ids: torch.Tensor, seed: int, drafter: Any, **options: Any
     )
 
 
-# The whole cross of families and modes is slow; the default tier has every mode on Llama and two on the others.
+# The whole cross is slow; the default tier has every mode on Llama and two on the other families.
 CROSS = [
     pytest.param(family, mode, marks=() if family == "llama" or mode in ("greedy", "penalties") else pytest.mark.slow)
     for family in FAMILIES
@@ -70,7 +70,10 @@ def test_residual_acceptance_of_a_greedy_call_is_the_same_text(mode: str, llama:
     options = {**MODES[mode], "do_sample": False}
     want = plain(llama, PROMPT, seed=1, **options)
     for drafter in drafter_zoo(want.tolist(), llama).values():
-        assert talon(llama, PROMPT, 1, drafter, talon_acceptance="residual", **options).sequences.tolist() == want.tolist()
+        assert (
+            talon(llama, PROMPT, 1, drafter, talon_acceptance="residual", **options).sequences.tolist()
+            == want.tolist()
+        )
 
 
 def test_a_perfect_drafter_is_accepted_and_an_adversarial_one_is_not() -> None:
