@@ -88,26 +88,22 @@ def walk(
         transcript: supplies each node's prefix, takes each token, says when a row has finished.
         rule: how a token is drawn at a node.
     """
-    children = [
-        _children(tokens, parents) for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
-    ]
-    argmax = logits.to(torch.float32).argmax(dim=-1).tolist() if picker.is_plain_argmax else None
-    paths = [[0] for _ in rows]
-    emitted = [0] * len(rows)
+    children = [_children(t, p) for t, p in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
+    greedy = logits.to(torch.float32).argmax(dim=-1).tolist() if picker.is_plain_argmax and _at_once(logits) else None
+    paths, emitted = [[0] for _ in rows], [0] * len(rows)
     walking = list(range(len(rows)))
     while walking:
         nodes = [paths[i][-1] for i in walking]
-        at = logits[walking, nodes]
-        if argmax is not None:
-            scores, tokens = at, [argmax[i][node] for i, node in zip(walking, nodes, strict=True)]
+        raw = logits[walking, nodes]
+        if greedy is not None:
+            scores, tokens = raw, [greedy[i][node] for i, node in zip(walking, nodes, strict=True)]
         else:
-            scores = picker.scores([transcript.prefix(rows[i]) for i in walking], at)
-            tokens = rule(
-                picker, scores, [list(children[i][node]) for i, node in zip(walking, nodes, strict=True)]
-            ).tolist()
+            at = [rows[i] for i in walking]
+            scores = picker.scores(at, [transcript.prefix(row) for row in at], raw)
+            tokens = rule(picker, scores, [[*children[i][paths[i][-1]]] for i in walking]).tolist()
         still = []
         for k, (i, node, token) in enumerate(zip(walking, nodes, tokens, strict=True)):
-            transcript.append(rows[i], token, scores[k], at[k])
+            transcript.append(rows[i], token, scores[k], raw[k])
             emitted[i] += 1
             child = children[i][node].get(token)
             if child is not None and not transcript.finished[rows[i]]:
@@ -115,6 +111,11 @@ def walk(
                 still.append(i)
         walking = still
     return Verdict(paths, emitted)
+
+
+def _at_once(logits: Tensor) -> bool:
+    """Whether one argmax over all nodes beats one for each accepted node: where the latter waits for the device."""
+    return logits.device.type != "cpu"
 
 
 def _children(tokens: Sequence[int], parents: Sequence[int]) -> list[dict[int, int]]:

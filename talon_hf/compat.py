@@ -5,6 +5,7 @@ Supported: transformers 4.57 to 5.x.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -23,6 +24,40 @@ def cache_keyword(model: PreTrainedModel) -> str:
     if "cache" in parameters:
         return "cache"
     return "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"
+
+
+def processor_for_row(processor: Any, row: int, rows: int) -> Any:
+    """A logits processor that serves one row of a batch as if that row were alone.
+
+    Most processors of transformers treat every row alike. Those that hold something for each row of the prompt, or ask
+    the user's function with the row's number, are narrowed to the row; stateful ones and the user's own are copied.
+
+    Raises:
+        ValueError: the user's processor cannot be copied.
+    """
+    name = type(processor).__name__
+    if name in ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor"):
+        narrowed = copy.copy(processor)
+        if name == "EncoderRepetitionPenaltyLogitsProcessor":
+            source = row * len(processor.encoder_input_ids) // rows
+            narrowed.encoder_input_ids = processor.encoder_input_ids[source : source + 1]
+        else:
+            source = row * processor.batch_size // rows
+            narrowed.generated_ngrams, narrowed.batch_size = [processor.generated_ngrams[source]], 1
+        return narrowed
+    if name == "PrefixConstrainedLogitsProcessor":
+        narrowed, allowed = copy.copy(processor), processor._prefix_allowed_tokens_fn
+        narrowed._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+        return narrowed
+    if type(processor).__module__.startswith("transformers.") and not name.startswith("SynthID"):
+        return processor
+    try:
+        return copy.deepcopy(processor)
+    except Exception as error:
+        raise ValueError(
+            f"The logits processor {name} cannot be copied ({error}), and in a batch of {rows} every row needs its own, "
+            "since rows emit at their own pace. Give it a `__deepcopy__`, or generate one prompt at a time."
+        ) from error
 
 
 def dense_gguf(file_name: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def talon_decode(
     stats = TalonStats()
     generator = TalonCandidateGenerator(drafter, model, config, rows=len(rows))
     target = Target(model, generator.spec, rows=len(rows))
-    picker = Picker(logits_processor, do_sample=generation_config.do_sample is True)
+    picker = Picker(logits_processor, do_sample=generation_config.do_sample is True, rows=len(rows))
     rule = RULES[config.acceptance]
     transcript = _transcript(input_ids, stopping_criteria, generation_config, streamer)
 

