@@ -1,5 +1,6 @@
 """TALON for transformers: training-free, confidence-gated draft trees for `generate`."""
 
+from .audit import check_target
 from .candidates import TalonCandidateGenerator
 from .config import TalonConfig
 from .decoding import TalonOutput
@@ -15,5 +16,6 @@ __all__ = [
     "TalonConfig",
     "TalonOutput",
     "TalonStats",
+    "check_target",
     "generate",
 ]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -52,7 +52,8 @@ def systems(
 
     def stock(**extra: Any) -> Run:
         def run(ids: Tensor) -> tuple[Tensor, None]:
-            return model.generate(ids, attention_mask=torch.ones_like(ids), **common, **extra), None
+            sequences = cast(Any, model).generate(ids, attention_mask=torch.ones_like(ids), **common, **extra)
+            return sequences, None
 
         return run
 
@@ -175,8 +176,8 @@ def read_prompts(folder: Path, per_set: int, tokenizer: Any) -> list[Tensor]:
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise FileNotFoundError(
-            f"`--questions` {str(folder)!r} holds no .jsonl file. Each line of one is an object with `turns`, a list of "
-            "texts, as in EAGLE's eagle/data."
+            f"`--questions` {str(folder)!r} holds no .jsonl file. Each line of one is an object with `turns`, a list "
+            "of texts, as in EAGLE's eagle/data."
         )
     prompts = []
     for path in files:

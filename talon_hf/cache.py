@@ -8,6 +8,7 @@ window, so a rejected branch cannot push a column out.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,8 +21,9 @@ class TreeLayer(DynamicLayer):
 
     is_compileable = False
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 0) -> None:
         super().__init__()
+        self._capacity = capacity
         self._buffers: list[Tensor] = []
         self._length = 0
 
@@ -36,7 +38,7 @@ class TreeLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         end = self._length + key_states.shape[-2]
         if not self._buffers or end > self._buffers[0].shape[-2]:
-            self._grow((key_states, value_states), end + max(end // 2, 64))
+            self._grow((key_states, value_states), max(end + max(end // 2, 64), self._capacity))
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, self._length : end] = states
         self._view(end)
@@ -96,20 +98,21 @@ class TreeLayer(DynamicLayer):
 class TreeCache(DynamicCache):
     """The cache of B rows that commit at their own pace.
 
+    Args:
+        rows: B.
+        capacity: columns to allocate at once; 0 lets the buffers grow as they fill.
+
     Attributes:
         committed: per row, how many columns are committed; the buffer ends at their maximum between rounds.
+        turn: what a finished call leaves for the next one (see `turns.py`).
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, capacity: int = 0) -> None:
         super().__init__()
         # Layers appear as the model first updates them, so layers that share another's keys cost nothing.
-        self.layer_class_to_replicate = TreeLayer
+        self.layer_class_to_replicate = partial(TreeLayer, capacity)  # type: ignore[assignment]  # only called
         self.committed = [0] * rows
-
-    @property
-    def columns(self) -> int:
-        """Columns in the buffer, those of a forward that `keep` has not yet settled included."""
-        return self.get_seq_length()
+        self.turn: Any = None
 
     def keep(self, picked: list[list[int]]) -> None:
         """Settles the last forward: keeps its columns `picked` (per row, counted from its first column), in order."""

@@ -28,36 +28,39 @@ def make_policy(config: TalonConfig) -> TreePolicy:
     return ChainPolicy(config.node_budget, config.depth)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Source:
-    """Answers a policy with the drafter's log-probs (a `LogProbSource`)."""
+    """Answers a policy with the drafter's log-probs (a `LogProbSource`), on the target's device."""
 
     session: DraftSession
     commit: Commit
+    was_read: bool = False
 
     def begin(self) -> Tensor:
-        return self.session.begin(self.commit)
+        self.was_read = True
+        return self.session.begin(self.commit).to(self.commit.roots.device)
 
     def extend(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> Tensor:
-        return self.session.extend(tokens, parents, valid)
+        return self.session.extend(tokens, parents, valid).to(tokens.device)
 
     def token_ids(self, draft_ids: Tensor) -> Tensor:
         ids = self.session.draft_ids
-        return draft_ids if ids is None else ids[draft_ids]
+        return draft_ids if ids is None else ids.to(draft_ids.device)[draft_ids]
 
 
 class TalonCandidateGenerator(CandidateGenerator):
     """Drafts for one `generate` call.
 
-    `get_tree` serves TALON's loop. `get_candidates` speaks the protocol of transformers' assisted decoding, which takes
-    a chain: it returns the tree's best chain, reading the target's features from the stock loop's own forwards while
-    the generator is `attached`.
+    `get_tree` serves TALON's loop. `get_candidates` speaks the protocol of transformers' assisted decoding, which
+    takes a chain: it returns the tree's best chain, reading the target's features from the stock loop's own forwards
+    while the generator is `attached`.
 
     Args:
         drafter: proposes tokens.
         target: the model that verifies them.
         config: policy and budget.
         rows: batch size.
+        session: a session of this drafter to go on with; None opens one.
         max_length: no candidate beyond this many tokens; None for no limit (`get_candidates` alone).
     """
 
@@ -67,11 +70,14 @@ class TalonCandidateGenerator(CandidateGenerator):
         target: PreTrainedModel,
         config: TalonConfig | None = None,
         rows: int = 1,
+        session: DraftSession | None = None,
         max_length: int | None = None,
     ) -> None:
         self.config = config or TalonConfig()
         self.spec = drafter.features_of(target)
-        self.session = drafter.open(target, rows)
+        self.session = session or drafter.open(target, rows)
+        self.unread: Commit | None = None
+        self._steps_before = self.session.steps
         self._policy = make_policy(self.config)
         self._target = target
         self._max_length = max_length
@@ -80,8 +86,8 @@ class TalonCandidateGenerator(CandidateGenerator):
 
     @property
     def draft_steps(self) -> int:
-        """Forwards of the drafter so far."""
-        return self.session.steps
+        """Forwards of the drafter in this call."""
+        return self.session.steps - self._steps_before
 
     def get_tree(self, commit: Commit, depth_limits: list[int]) -> DraftTree:
         """The draft trees of a round.
@@ -93,8 +99,10 @@ class TalonCandidateGenerator(CandidateGenerator):
         """
         caps = [limit for limit in (self.config.max_depth, self.session.max_depth) if limit is not None]
         limits = torch.tensor([min([limit, *caps]) for limit in depth_limits], device=commit.roots.device)
-        tree = self._policy.grow(_Source(self.session, commit), commit.roots, limits)
+        source = _Source(self.session, commit)
+        tree = self._policy.grow(source, commit.roots, limits)
         self.session.end()
+        self.unread = None if source.was_read else commit
         return tree
 
     def select_rows(self, rows: list[int]) -> None:

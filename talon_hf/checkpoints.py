@@ -221,13 +221,14 @@ def draft_ids(config: EagleConfig, offsets: Tensor | None) -> Tensor | None:
         where = outside[0]
         raise ValueError(
             f"`d2t` maps draft id {where} to {int(ids[where])}, outside the target's vocabulary of "
-            f"{config.vocab_size} ({len(outside)} such entries). `d2t` holds offsets: target id = draft id + d2t[draft id]."
+            f"{config.vocab_size} ({len(outside)} such entries). "
+            "`d2t` holds offsets: target id = draft id + d2t[draft id]."
         )
     taken: dict[int, int] = {}
     for draft_id, token in enumerate(ids.tolist()):
         if taken.setdefault(token, draft_id) != draft_id:
             raise ValueError(
                 f"`d2t` maps draft ids {taken[token]} and {draft_id} to one target id, {token}, so siblings in a "
-                "draft tree would not be distinct. It holds offsets (target id = draft id + d2t[draft id]), not target ids."
+                "draft tree would not be distinct. It holds offsets: target id = draft id + d2t[draft id]."
             )
     return ids

@@ -8,9 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .compat import configs_keep_unset_fields
 from .masks import layer_windows
 
 PLAIN = "Call `generate` without `custom_generate` for it."
+
+# Those that keep all keys and values on the model's device; "hybrid" is an older name in Gemma's configs.
+CACHE_IMPLEMENTATIONS = (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window")
 
 # Argument -> (values that leave it off, what to do instead).
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -34,8 +38,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "synced_gpus": ((None, False), f"Rounds of several processes do not keep step. {PLAIN}"),
     "inputs_embeds": ((None,), "Pass `input_ids`: the drafter embeds the tokens itself."),
     "use_cache": ((None, True), "Leave it on: a tree is verified against the cache."),
-    "past_key_values": ((None,), "Leave it out and pass the whole prompt: the drafter needs features of all of it."),
-    "cache": ((None,), "Leave it out and pass the whole prompt: the drafter needs features of all of it."),
 }
 
 
@@ -43,14 +45,48 @@ def check_arguments(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError for an argument, of the call or of the generation configs, that TALON does not serve."""
     configs = [kwargs.get("generation_config"), model.generation_config]
     for name, (off, remedy) in REFUSED.items():
-        given = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
-        value = next((v for v in given if v is not None), None)
-        if not any(value is choice or (isinstance(value, (int, float)) and value == choice) for choice in off):
+        in_configs = [getattr(config, name, None) for config in configs]
+        if not configs_keep_unset_fields():
+            # What is off may have been left out, and `generate` then asks the next config.
+            in_configs = [value for value in in_configs if not _is_one_of(value, off)]
+        value = next((v for v in [kwargs.get(name), *in_configs] if v is not None), None)
+        if not _is_one_of(value, off):
             shown = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
             raise ValueError(f"TALON does not support `{name}` (got {shown}). {remedy}")
 
 
-def check_target(model: PreTrainedModel) -> None:
+def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
+    return any(value is choice or (isinstance(value, (int, float)) and value == choice) for choice in choices)
+
+
+def check_cache(cache: Any, implementation: str | None) -> None:
+    """Raises ValueError for a cache, given or asked for, that a tree cannot be verified in.
+
+    A given cache of another kind than TALON's own is not filled: the output carries the one to pass on.
+    """
+    if implementation not in CACHE_IMPLEMENTATIONS:
+        raise ValueError(
+            f"TALON does not support `cache_implementation` {implementation!r}: it keeps keys and values in a cache "
+            'of its own, on the model\'s device. Leave it out, or take "static" to have that cache allocated at once.'
+        )
+    if getattr(cache, "offloading", False) or "Quantized" in type(cache).__name__:
+        raise ValueError(
+            f"TALON does not support a {type(cache).__name__} that is offloaded or quantised as cache: it keeps "
+            "keys and values in a cache of its own, on the model's device. Leave it out."
+        )
+
+
+def check_padding(inputs: Mapping[str, Any]) -> None:
+    """Raises ValueError for a batch that is padded on the right, of which plain `generate` warns."""
+    mask = inputs.get("attention_mask")
+    if mask is not None and len(mask) > 1 and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
+        raise ValueError(
+            "A decoder-only architecture is being used, but right-padding was detected in `attention_mask`! For "
+            "correct generation results, please set `padding_side='left'` when initializing the tokenizer."
+        )
+
+
+def refuse_target(model: PreTrainedModel) -> None:
     """Raises ValueError for a model whose forward cannot verify a tree."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -59,6 +95,13 @@ def check_target(model: PreTrainedModel) -> None:
         raise ValueError(
             f"TALON cannot verify a draft tree on {name}: its recurrent state follows one sequence and cannot branch. "
             f"{PLAIN}"
+        )
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "alibi", False) or hasattr(text, "attention_layers"):
+        # ALiBi (Falcon's option) and GPT-Neo's local attention read distances off the key columns.
+        raise ValueError(
+            f"TALON cannot verify a draft tree on {name}: its attention counts columns, not positions, and the nodes "
+            f"of a tree lie side by side. {PLAIN}"
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
@@ -24,6 +26,24 @@ def cache_keyword(model: PreTrainedModel) -> str:
     if "cache" in parameters:
         return "cache"
     return "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"
+
+
+def is_compiled(model: PreTrainedModel) -> bool:
+    """Whether `torch.compile` has been applied to the model or a part of it."""
+    return any(
+        module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+
+
+def run_eagerly(compiled: bool) -> AbstractContextManager[None]:
+    """Runs compiled code as it was written: a compiled graph knows no hooks, and shapes change every round."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def configs_keep_unset_fields() -> bool:
+    """Whether a generation config tells what was left out (None) from what was set to its default, as it does since 5.0."""
+    return Version("5.0") <= TRANSFORMERS
 
 
 def processor_for_row(processor: Any, row: int, rows: int) -> Any:
@@ -55,8 +75,8 @@ def processor_for_row(processor: Any, row: int, rows: int) -> Any:
         return copy.deepcopy(processor)
     except Exception as error:
         raise ValueError(
-            f"The logits processor {name} cannot be copied ({error}), and in a batch of {rows} every row needs its own, "
-            "since rows emit at their own pace. Give it a `__deepcopy__`, or generate one prompt at a time."
+            f"The logits processor {name} cannot be copied ({error}), and in a batch of {rows} every row needs its "
+            "own, since rows emit at their own pace. Give it a `__deepcopy__`, or generate one prompt at a time."
         ) from error
 
 

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import RULES, Verdict, walk
+from .cache import TreeCache
 from .candidates import TalonCandidateGenerator
 from .compat import cache_output_field
 from .config import TalonConfig
@@ -21,6 +22,7 @@ from .stats import TalonStats
 from .target import Scores, Target
 from .transcript import Transcript
 from .tree import DraftTree
+from .turns import Turn, resumable
 
 
 @dataclass
@@ -40,6 +42,7 @@ def talon_decode(
     drafter: Drafter,
     options: Mapping[str, Any],
     streamer: Any = None,
+    preallocate: bool = False,
     **model_kwargs: Any,
 ) -> TalonOutput | Tensor:
     """Decodes with draft trees, in the place of `generate`'s own sampling loop.
@@ -51,20 +54,21 @@ def talon_decode(
         drafter: proposes tokens.
         options: the caller's `talon_*` arguments; they win over attributes of `generation_config`.
         streamer: gets every new token, then `end()`.
+        preallocate: allocate the cache for `max_length` and a tree at once, instead of growing it.
         model_kwargs: what else `generate` prepared for the model's forward.
     """
     config = TalonConfig.resolve(options, vars(generation_config))
     rows = list(range(len(input_ids)))
     stats = TalonStats()
-    generator = TalonCandidateGenerator(drafter, model, config, rows=len(rows))
-    target = Target(model, generator.spec, rows=len(rows))
+    capacity = generation_config.max_length + config.node_budget if preallocate else 0
+    generator, target, turn = _start(model, drafter, config, input_ids, capacity, model_kwargs)
     picker = Picker(logits_processor, do_sample=generation_config.do_sample is True, rows=len(rows))
     rule = RULES[config.acceptance]
     transcript = _transcript(input_ids, stopping_criteria, generation_config, streamer)
 
     with stats.timed("total"):
         with stats.timed("prefill"):
-            scores, commit = _prefill(target, input_ids, model_kwargs)
+            scores, commit = _prefill(target, input_ids, turn, model_kwargs)
         tree = DraftTree.from_roots(input_ids[:, -1])
         walk(tree, scores.logits, rows, picker, transcript)  # prefill's own token: no tree, no round
         while not all(transcript.finished):
@@ -81,21 +85,53 @@ def talon_decode(
             accepted = [len(path) - 1 for path in verdict.paths]
             stats.count(accepted, verdict.emitted, tree.counts().tolist(), generator.draft_steps)
         transcript.close()
+    if len(rows) == 1:
+        commit = generator.unread.then(commit) if generator.unread else commit
+        tokens = transcript.sequences()[:, : target.cache.committed[0]]
+        target.cache.turn = Turn(tokens, target.next_positions, drafter, generator.session, commit)
     return _output(transcript, target, stats, generation_config)
 
 
-def _prefill(target: Target, input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[Scores, Commit]:
-    """Reads the prompt; the commit still lacks its roots."""
+def _start(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    config: TalonConfig,
+    input_ids: Tensor,
+    capacity: int,
+    model_kwargs: dict[str, Any],
+) -> tuple[TalonCandidateGenerator, Target, Turn | None]:
+    """The drafting and the verifying side of a call, and the turn that it goes on with."""
+    cache = model_kwargs.pop("cache", None) or model_kwargs.pop("past_key_values", None)
+    turn = resumable(cache, drafter, input_ids)
+    if turn is None:
+        generator = TalonCandidateGenerator(drafter, model, config, rows=len(input_ids))
+        return generator, Target(model, generator.spec, TreeCache(len(input_ids), capacity)), None
+    # The turn goes with its call: if this one breaks off half-way, the cache can still be read anew, not gone on with.
+    cache.turn = None
+    generator = TalonCandidateGenerator(drafter, model, config, session=turn.session)
+    return generator, Target(model, generator.spec, cache, turn.next_positions), turn
+
+
+def _prefill(
+    target: Target, input_ids: Tensor, turn: Turn | None, model_kwargs: dict[str, Any]
+) -> tuple[Scores, Commit]:
+    """Reads the prompt, or what a turn lacks of it; the commit still lacks its roots."""
     ours = ("use_cache", "logits_to_keep", "cache", "past_key_values", "cache_position")
     inputs = {name: value for name, value in model_kwargs.items() if name not in ours}
     attention_mask = inputs.pop("attention_mask", None)
-    scores, positions, valid = target.prefill(input_ids, attention_mask, **inputs)
-    return scores, Commit(input_ids, scores.features, positions, valid, input_ids[:, -1])
+    if turn is not None:
+        input_ids, attention_mask = input_ids[:, turn.tokens.shape[1] :], None
+        inputs["position_ids"] = turn.next_positions.unsqueeze(-1) + torch.arange(input_ids.shape[1]).to(
+            input_ids.device
+        )
+    scores, places, valid = target.prefill(input_ids, attention_mask, **inputs)
+    commit = Commit(input_ids, scores.features, places, valid, input_ids[:, -1])
+    return scores, commit if turn is None else turn.unread.then(commit)
 
 
 def _commit(target: Target, tree: DraftTree, scores: Scores, verdict: Verdict) -> Commit:
     """Keeps the accepted nodes in the cache and gathers what the drafter may read of them."""
-    positions = target.positions(tree)
+    places = target.places(tree)
     target.keep(verdict.paths)
     width = max(len(path) for path in verdict.paths)
     device = tree.tokens.device
@@ -103,7 +139,7 @@ def _commit(target: Target, tree: DraftTree, scores: Scores, verdict: Verdict) -
     counts = torch.tensor([len(path) for path in verdict.paths], device=device).unsqueeze(1)
     features = scores.features.gather(1, columns.unsqueeze(2).expand(-1, -1, scores.features.shape[2]))
     valid = torch.arange(width, device=device) < counts
-    return Commit(tree.tokens.gather(1, columns), features, positions.gather(1, columns), valid, tree.tokens[:, 0])
+    return Commit(tree.tokens.gather(1, columns), features, places.gather(1, columns), valid, tree.tokens[:, 0])
 
 
 def _leave_finished(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -48,6 +49,16 @@ class Commit:
     def with_roots(self, roots: Tensor) -> Commit:
         """The same positions, followed by `roots` (B,)."""
         return replace(self, roots=roots)
+
+    def then(self, later: Commit) -> Commit:
+        """Both commits of one row, in order."""
+        parts = zip(
+            (self.tokens, self.features, self.positions, self.valid),
+            (later.tokens, later.features, later.positions, later.valid),
+            strict=True,
+        )
+        tokens, features, positions, valid = (torch.cat(pair, dim=1) for pair in parts)
+        return Commit(tokens, features, positions, valid, later.roots)
 
     def select_rows(self, rows: list[int]) -> Commit:
         """Some rows of the batch."""

@@ -102,8 +102,8 @@ class EagleDraft(nn.Module):
         boundaries = self.config.aux_layers or (2, layers // 2, layers - 3)
         if len(set(boundaries)) < len(boundaries) or not all(0 <= b < layers for b in boundaries):
             raise ValueError(
-                f"`assistant_model` reads the inputs of layers {boundaries}, which a model of {layers} layers does not "
-                "have, each once. EAGLE-3's default layers need 7; others are named by "
+                f"`assistant_model` reads the inputs of layers {boundaries}, which a model of {layers} layers does "
+                "not have, each once. EAGLE-3's default layers need 7; others are named by "
                 "`eagle_aux_hidden_state_layer_ids` in the head's config.json."
             )
         return FeatureSpec(tuple(boundaries))
@@ -111,7 +111,7 @@ class EagleDraft(nn.Module):
     def open(self, target: PreTrainedModel, rows: int) -> DraftSession:
         """A session for `rows` prompts of this target."""
         embeddings = self.embed_tokens or cast(nn.Embedding, target.get_input_embeddings())
-        return EagleSession(self, embeddings.weight, rows)
+        return EagleSession(self, embeddings, rows)
 
     def log_probs(self, states: Tensor) -> Tensor:
         """(..., Vd) float32 log-probs from layer outputs (..., h)."""
@@ -172,13 +172,13 @@ class EagleSession:
 
     Args:
         head: the weights.
-        embeddings: (V, h) token embeddings.
+        embeddings: token embeddings, weight (V, h).
         rows: batch size.
     """
 
     max_depth: int | None = None
 
-    def __init__(self, head: EagleDraft, embeddings: Tensor, rows: int) -> None:
+    def __init__(self, head: EagleDraft, embeddings: nn.Embedding, rows: int) -> None:
         self.draft_ids = head.draft_ids
         self.steps = 0
         self._head = head
@@ -206,6 +206,7 @@ class EagleSession:
     def extend(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> Tensor:
         """Appends a frontier behind its parents; log-probs of its nodes' children."""
         rows, width = tokens.shape
+        tokens, parents = tokens.to(self._head.device), parents.to(self._head.device)
         index = parents.unsqueeze(2)
         features = self._outputs.gather(1, index.expand(-1, -1, self._outputs.shape[2]))
         above = self._ancestry.gather(1, index.expand(-1, -1, self._ancestry.shape[2]))
@@ -227,8 +228,15 @@ class EagleSession:
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         self.steps += 1
-        embeds = F.embedding(tokens.to(self._embeddings.device), self._embeddings).to(features)
-        return self._head.layer(embeds, features, positions, self._cache, mask)
+        return self._head.layer(self._embed(tokens).to(features), features, positions, self._cache, mask)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """(B, m, h) raw embeddings: a model that scales its own does so after the lookup, which the head never saw."""
+        weight = self._embeddings.weight
+        if weight.device.type == "meta":
+            # Offloaded: only the module's own call brings the weight in. The head's norm takes a scale out again.
+            return self._embeddings(tokens)
+        return F.embedding(tokens.to(weight.device), weight)
 
     def _commit_mask(self, valid: Tensor) -> Tensor | None:
         """(B, 1, m, columns) bool: committed columns, then valid new ones up to itself; padding sees itself."""

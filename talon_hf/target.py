@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import TreeCache
-from .compat import cache_keyword
+from .compat import cache_keyword, is_compiled, run_eagerly
 from .drafter import FeatureSpec
 from .features import features_of
 from .masks import layer_windows, tree_masks
@@ -45,43 +45,49 @@ class Target:
     Args:
         model: the causal language model.
         spec: the features that the drafter reads.
-        rows: batch size B.
+        cache: empty, or with the text that the next `prefill` continues.
+        next_positions: (..., B) int64, the position ids that follow a cache's text.
     """
 
-    def __init__(self, model: PreTrainedModel, spec: FeatureSpec, rows: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, spec: FeatureSpec, cache: TreeCache, next_positions: Tensor | None = None
+    ) -> None:
         self.model = model
-        self.cache = TreeCache(rows)
+        self.cache = cache
+        self.next_positions = torch.zeros(len(cache.committed), dtype=torch.long)
+        if next_positions is not None:
+            self.next_positions = next_positions
         self._spec = spec
+        self._is_compiled = is_compiled(model)
         self._cache_keyword = cache_keyword(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._windows = layer_windows(model.config)
-        self._next_positions = torch.zeros(rows, dtype=torch.long)
 
     def prefill(
         self, input_ids: Tensor, attention_mask: Tensor | None, **inputs: Any
     ) -> tuple[Scores, Tensor, Tensor]:
-        """Reads the prompt.
+        """Reads the prompt, or what follows the cache's text (of one row).
 
         Args:
             input_ids: (B, L) int64.
             attention_mask: (B, L), 0 for padding, or None.
-            inputs: what else `generate` prepared for the model's forward.
+            inputs: what else `generate` prepared for the model's forward; `position_ids` (..., B, L) may be there.
 
         Returns:
-            scores of the last position (logits (B, 1, V)) with the features of all L positions; position ids (B, L);
-            valid (B, L) bool.
+            scores of the last position (logits (B, 1, V)) with the features of all L positions; places in the text
+            (B, L) int64; valid (B, L) bool.
         """
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        places = (valid.long().cumsum(dim=1) - 1 + max(self.cache.committed)).masked_fill(~valid, 1)
         positions = inputs.pop("position_ids", None)
-        if positions is None:
-            positions = (valid.long().cumsum(dim=1) - 1).masked_fill(~valid, 1)
+        positions = places if positions is None else positions
         last = {"logits_to_keep": 1} if self._keeps_logits else {}
         scores = self._forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, **last, **inputs
         )
         self.cache.keep([row.nonzero().flatten().tolist() for row in valid])
-        self._next_positions = positions[:, -1] + 1
-        return Scores(scores.logits[:, -1:], scores.features), positions, valid
+        self.next_positions = positions[..., -1] + 1
+        return Scores(scores.logits[:, -1:], scores.features), places, valid
 
     def score(self, tree: DraftTree) -> Scores:
         """Logits and features at every node of the trees, in one forward. `keep` must follow before the next call."""
@@ -92,34 +98,37 @@ class Target:
         everything = {"logits_to_keep": 0} if self._keeps_logits else {}
         with using_attention(self.model, impl):
             return self._forward(
-                input_ids=tree.tokens, attention_mask=masks, position_ids=self.positions(tree), **everything
+                input_ids=tree.tokens,
+                attention_mask=masks,
+                position_ids=self.next_positions.unsqueeze(-1) + tree.depths,
+                **everything,
             )
 
-    def positions(self, tree: DraftTree) -> Tensor:
-        """(B, n) int64 position ids of the nodes."""
-        return self._next_positions.unsqueeze(1) + tree.depths
+    def places(self, tree: DraftTree) -> Tensor:
+        """(B, n) int64 place in the text of every node: its row's committed tokens and its depth."""
+        return torch.tensor(self.cache.committed, device=tree.depths.device).unsqueeze(1) + tree.depths
 
     def keep(self, paths: list[list[int]]) -> None:
         """Commits the accepted nodes (per row, columns of the tree) and forgets the others."""
         self.cache.keep(paths)
-        steps = torch.tensor([len(path) for path in paths], device=self._next_positions.device)
-        self._next_positions = self._next_positions + steps
+        steps = torch.tensor([len(path) for path in paths], device=self.next_positions.device)
+        self.next_positions = self.next_positions + steps
 
     def positions_left(self) -> list[int]:
         """Per row, how many positions lie behind the root's; unbounded for rotary positions, which need no table."""
         text = self.model.config.get_text_config(decoder=True)
         rotary = any(hasattr(text, name) for name in ("rope_parameters", "rope_theta", "rope_scaling"))
         limit = sys.maxsize if rotary else getattr(text, "max_position_embeddings", None) or sys.maxsize
-        return [limit - 1 - int(position) for position in self._next_positions]
+        return [limit - 1 - place for place in self.cache.committed]
 
     def select_rows(self, rows: list[int]) -> None:
         """Keeps some rows of the batch."""
         self.cache.select_rows(rows)
-        self._next_positions = self._next_positions[rows]
+        self.next_positions = self.next_positions[..., rows]
 
     def _forward(self, **inputs: Any) -> Scores:
         inputs[self._cache_keyword] = self.cache
-        with features_of(self.model, self._spec) as taps:
+        with features_of(self.model, self._spec) as taps, run_eagerly(self._is_compiled):
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits
         if not self._spec.boundaries:
             return Scores(logits, logits.new_empty(*logits.shape[:2], 0))

@@ -1,0 +1,250 @@
+"""The command `talon-hf`: `generate` answers with a pair and shows what it gains; the rest is hub.py's and bench.py's."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, TextStreamer
+from transformers.utils import logging
+
+from . import bench, hub
+from .config import POLICIES, TalonConfig
+from .drafter import Drafter
+from .generate import generate
+from .pair import TARGET, load_draft, load_target
+from .stats import TalonStats
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+# On the CPU every node of a tree costs arithmetic time, so small trees are the fast ones.
+CPU_NODE_BUDGET = 8
+PAIRS = 3
+WARM_UP_TOKENS = 8
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: arguments; None takes the process's own.
+
+    Returns:
+        exit code: 0; 1 where `--compare` finds texts that rounding does not explain; 2 for an error, told in one line.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, OSError) as error:
+        print(f"talon-hf: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = TalonConfig()
+    budgets = f"{defaults.node_budget}, on the CPU {CPU_NODE_BUDGET}"
+    parser = argparse.ArgumentParser(prog="talon-hf", description="TALON draft trees for transformers' generate.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("generate", help="answer a prompt", description="Answers a prompt with TALON.")
+    command.set_defaults(run=_run_generate)
+    add = command.add_argument
+    add("prompt", metavar="PROMPT")
+    add("--compare", action="store_true", help="also run plain generate: is the text the same, how much faster is it?")
+    add("--model", metavar="SOURCE", help="folder or Hub id of the target (default: SmolLM2-135M-Instruct)")
+    add("--draft", metavar="SOURCE", help="folder or Hub id of an EAGLE-3 head (default: the packaged one)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of both models (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy; else sampled with seed 0 (default: 0)")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
+    add("--policy", choices=POLICIES, default=defaults.policy, help="how trees grow (default: %(default)s)")
+    add("--node-budget", type=int, metavar="N", help=f"nodes of a tree, root counted (default: {budgets})")
+    add("--mu", type=float, default=defaults.mu, help="TALON's gate (default: %(default)s)")
+    hub.add_commands(commands)
+    bench.add_commands(commands)
+    return parser
+
+
+def _run_generate(args: argparse.Namespace) -> int:
+    options = _options(args)
+    with _quiet():
+        pair = _load(args, options)
+        run = pair.talon(args.max_new_tokens, TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True))
+        print(run.figures(), flush=True)
+        return _compare(pair, args.max_new_tokens) if args.compare else 0
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The `talon_*` arguments, after a check of all values: a wrong one is told before the weights load."""
+    if not 0.0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature must be 0 (greedy) or a positive number, got {args.temperature}.")
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}.")
+    if args.node_budget is None:
+        args.node_budget = CPU_NODE_BUDGET if _device() == "cpu" else TalonConfig().node_budget
+    options = {"talon_policy": args.policy, "talon_node_budget": args.node_budget, "talon_mu": args.mu}
+    TalonConfig.resolve(options)
+    return options
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the progress bars, notes and warnings of transformers off the terminal: errors are told in our own line."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """New tokens of one `generate` call, its wall time, and what TALON counted (None for plain generate)."""
+
+    tokens: list[int]
+    seconds: float
+    stats: TalonStats | None
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second, the prompt's forward included."""
+        return len(self.tokens) / self.seconds
+
+    def figures(self) -> str:
+        """The line under an answer."""
+        stats = self.stats or TalonStats()
+        speed = f"{len(self.tokens)} tokens, {self.speed:.1f} tokens/s"
+        return f"{speed}, tau {stats.tau:.2f}, delta {stats.delta:.2f}"
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A loaded pair and a prompt, which TALON or plain generate can answer.
+
+    Attributes:
+        inputs: `input_ids` and `attention_mask`, (1, L).
+        sampling: explicit arguments, since a model's own generation config may ask for sampling.
+        options: `talon_*` arguments.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    drafter: Drafter
+    inputs: dict[str, Tensor]
+    sampling: dict[str, Any]
+    options: dict[str, Any]
+
+    def talon(self, max_new_tokens: int, streamer: TextStreamer | None = None) -> _Run:
+        ours = {"assistant_model": self.drafter, "streamer": streamer, **self.options}
+        return self._run(lambda **kwargs: generate(model=self.model, **ours, **kwargs), max_new_tokens)
+
+    def plain(self, max_new_tokens: int) -> _Run:
+        return self._run(self.model.generate, max_new_tokens)
+
+    def _run(self, call: Callable[..., Any], max_new_tokens: int) -> _Run:
+        torch.manual_seed(0)
+        asked = {**self.inputs, **self.sampling, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
+        begin = time.perf_counter()
+        output = call(**asked)
+        tokens = output.sequences[0, self.inputs["input_ids"].shape[1] :].tolist()
+        return _Run(tokens, time.perf_counter() - begin, output.get("talon_stats"))
+
+
+def _load(args: argparse.Namespace, options: dict[str, Any]) -> _Pair:
+    dtype = getattr(torch, args.dtype)
+    with _progress(f"loading {Path(args.model or TARGET).name} ..."):
+        model, tokenizer = load_target(args.model, dtype)
+        drafter = load_draft(args.draft, dtype)
+    sampled = {"do_sample": True, "temperature": args.temperature, "top_k": 0, "top_p": 1.0}
+    return _Pair(
+        model.to(_device()),
+        tokenizer,
+        drafter.to(_device()),
+        _prompt(tokenizer, args.prompt),
+        sampled if args.temperature else {"do_sample": False},
+        options,
+    )
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """One line on stderr: what is going on, then how long it took."""
+    print(what, end=" ", file=sys.stderr, flush=True)
+    begin, outcome = time.perf_counter(), "failed"
+    try:
+        yield
+        outcome = f"{time.perf_counter() - begin:.1f} s"
+    finally:
+        print(outcome, file=sys.stderr, flush=True)
+
+
+def _prompt(tokenizer: Any, text: str) -> dict[str, Tensor]:
+    """The text as a chat's first turn, or as it is for a model without a chat template."""
+    if tokenizer.chat_template is None:
+        encoded = tokenizer(text, return_tensors="pt")
+    else:
+        chat = [{"role": "user", "content": text}]
+        encoded = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    return {name: encoded[name].to(_device()) for name in ("input_ids", "attention_mask")}
+
+
+def _compare(pair: _Pair, max_new_tokens: int) -> int:
+    """Runs plain generate and TALON in turns, after a warm-up each, and says how the texts and the speeds compare."""
+    for system in (pair.plain, pair.talon):
+        system(min(max_new_tokens, WARM_UP_TOKENS))
+    turns = [(pair.plain(max_new_tokens), pair.talon(max_new_tokens)) for _ in range(PAIRS)]
+    parted = next((turn for turn in turns if turn[0].tokens != turn[1].tokens), None)
+    explained, verdict = (True, "the same text") if parted is None else _difference(pair, *parted)
+    plain, talon = (statistics.median(run.speed for run in runs) for runs in zip(*turns, strict=True))
+    ratio = statistics.median(talon.speed / plain.speed for plain, talon in turns)
+    print(f"plain generate: {verdict}")
+    print(f"TALON is {ratio:.2f} times as fast: {talon:.1f} against {plain:.1f} tokens/s ({PAIRS} interleaved pairs)")
+    return 0 if explained else 1
+
+
+@torch.no_grad()
+def _difference(pair: _Pair, plain: _Run, talon: _Run) -> tuple[bool, str]:
+    """Whether rounding explains where two texts part, and a sentence that says so with the figures.
+
+    Two logits tie if they are closer than rounding moves them. How far that is, plain decoding shows by itself: its
+    logits there, computed token by token, against those of one forward over the whole text. No tree is involved.
+    """
+    at = len(commonprefix([plain.tokens, talon.tokens]))
+    same = f"the same for {at} tokens, then different"
+    if pair.sampling["do_sample"]:
+        return True, f"{same}; sampled, where rounding can turn a draw (--dtype float64 rounds less)"
+    if at in (len(plain.tokens), len(talon.tokens)):
+        return False, f"{same}: one of them ends there"
+    asked = {**pair.inputs, **pair.sampling, "max_new_tokens": at + 1, "return_dict_in_generate": True}
+    output: Any = pair.model.generate(**asked, output_scores=True, output_logits=True)
+    scores, logits = output.scores[at][0].float(), output.logits[at][0].float()
+    whole = pair.model(input_ids=output.sequences[:, :-1]).logits[0, -1].float()
+    ours, theirs = talon.tokens[at], plain.tokens[at]
+    gap, moved = float(scores[theirs] - scores[ours]), float((whole - logits).abs().max())
+    tie = gap <= 2 * moved
+    words = (repr(pair.tokenizer.decode([token])) for token in (theirs, ours))
+    return tie, (
+        f"{same}: plain decoding has {next(words)} {gap:.3g} above {next(words)} there, and its own logits move by up "
+        f"to {moved:.3g} when it reads the text in one piece: {'a rounding tie' if tie else 'rounding is no excuse'}"
+    )
