@@ -62,6 +62,7 @@ class TalonCandidateGenerator(CandidateGenerator):
         rows: batch size.
         session: a session of this drafter to go on with; None opens one.
         max_length: no candidate beyond this many tokens; None for no limit (`get_candidates` alone).
+        eos_token_id: no candidate beyond the first of these; None takes the target's own (`get_candidates` alone).
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class TalonCandidateGenerator(CandidateGenerator):
         rows: int = 1,
         session: DraftSession | None = None,
         max_length: int | None = None,
+        eos_token_id: int | list[int] | None = None,
     ) -> None:
         self.config = config or TalonConfig()
         self.spec = drafter.features_of(target)
@@ -81,6 +83,8 @@ class TalonCandidateGenerator(CandidateGenerator):
         self._policy = make_policy(self.config)
         self._target = target
         self._max_length = max_length
+        ends = target.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+        self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._read = 0
         self._taps: dict[int, Tensor] = {}
 
@@ -120,21 +124,27 @@ class TalonCandidateGenerator(CandidateGenerator):
     ) -> tuple[Tensor, None]:
         """The best chain behind `input_ids` (1, L): (1, L + gamma) ids, and no logits, since drafts are point masses.
 
-        Without features (before the prompt's forward) it proposes nothing, which the stock loop allows.
+        A drafter that reads features proposes nothing before the prompt's forward, which the stock loop allows.
         """
         length = input_ids.shape[1]
         limit = self.config.node_budget if self._max_length is None else self._max_length - length - 1
-        if not self._taps or limit < 1:
+        if limit < 1 or not self._taps.keys() >= set(self.spec.boundaries):
             return input_ids, None
-        features = torch.cat([self._taps[b] for b in self.spec.boundaries], dim=-1)
-        new = slice(self._read, length - 1)
-        positions = torch.arange(new.start, new.stop, device=input_ids.device).unsqueeze(0)
-        tokens = input_ids[:, new]
-        valid = torch.ones_like(tokens, dtype=torch.bool)
-        commit = Commit(tokens, features[:, : tokens.shape[1]], positions, valid, input_ids[:, -1])
+        tokens = input_ids[:, self._read : length - 1]
+        features = [self._taps[b][:, : tokens.shape[1]].to(tokens.device) for b in self.spec.boundaries]
+        commit = Commit(
+            tokens,
+            torch.cat(features, dim=-1) if features else tokens.new_empty(*tokens.shape, 0),
+            torch.arange(self._read, length - 1, device=tokens.device).unsqueeze(0),
+            torch.ones_like(tokens, dtype=torch.bool),
+            input_ids[:, -1],
+        )
         self._read = length - 1
         self._taps.clear()
-        return torch.cat([input_ids, self.get_tree(commit, [limit]).best_chain()], dim=1), None
+        chain = self.get_tree(commit, [limit]).best_chain()
+        # Older stock loops, 5.17's among them, look for an end token at the end of a chain alone.
+        end = next((i + 1 for i, token in enumerate(chain[0].tolist()) if token in self._ends), chain.shape[1])
+        return torch.cat([input_ids, chain[:, :end]], dim=1), None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Nothing to update: the next `get_candidates` sees from `input_ids` what was accepted."""

@@ -1,23 +1,23 @@
-"""The command `talon-hf`: `generate` answers with a pair and shows what it gains; the rest is hub.py's and bench.py's."""
+"""The command `talon-hf`: `generate` answers with a pair and shows what it gains; hub.py and bench.py add theirs."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, TextStreamer
+from transformers import TextStreamer
 from transformers.utils import logging
 
 from . import bench, hub
@@ -102,7 +102,7 @@ def _device() -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the progress bars, notes and warnings of transformers off the terminal: errors are told in our own line."""
+    """Keeps the progress bars, notes and warnings of transformers off the terminal; errors get a line of ours."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -146,7 +146,7 @@ class _Pair:
         options: `talon_*` arguments.
     """
 
-    model: PreTrainedModel
+    model: Any
     tokenizer: Any
     drafter: Drafter
     inputs: dict[str, Tensor]
@@ -171,6 +171,7 @@ class _Pair:
 
 def _load(args: argparse.Namespace, options: dict[str, Any]) -> _Pair:
     dtype = getattr(torch, args.dtype)
+    model: Any
     with _progress(f"loading {Path(args.model or TARGET).name} ..."):
         model, tokenizer = load_target(args.model, dtype)
         drafter = load_draft(args.draft, dtype)
@@ -187,14 +188,16 @@ def _load(args: argparse.Namespace, options: dict[str, Any]) -> _Pair:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """One line on stderr: what is going on, then how long it took."""
-    print(what, end=" ", file=sys.stderr, flush=True)
-    begin, outcome = time.perf_counter(), "failed"
+    """One line on stderr: what is going on, then how long it took. Nothing else comes between."""
+    stderr, begin, outcome = sys.stderr, time.perf_counter(), "failed"
+    print(what, end=" ", file=stderr, flush=True)
     try:
-        yield
+        # Reading a GGUF file draws a progress bar that no setting of transformers turns off.
+        with redirect_stderr(io.StringIO()):
+            yield
         outcome = f"{time.perf_counter() - begin:.1f} s"
     finally:
-        print(outcome, file=sys.stderr, flush=True)
+        print(outcome, file=stderr, flush=True)
 
 
 def _prompt(tokenizer: Any, text: str) -> dict[str, Tensor]:
@@ -230,7 +233,7 @@ def _difference(pair: _Pair, plain: _Run, talon: _Run) -> tuple[bool, str]:
     Two logits tie if they are closer than rounding moves them. How far that is, plain decoding shows by itself: its
     logits there, computed token by token, against those of one forward over the whole text. No tree is involved.
     """
-    at = len(commonprefix([plain.tokens, talon.tokens]))
+    at = _shared(plain.tokens, talon.tokens)
     same = f"the same for {at} tokens, then different"
     if pair.sampling["do_sample"]:
         return True, f"{same}; sampled, where rounding can turn a draw (--dtype float64 rounds less)"
@@ -248,3 +251,11 @@ def _difference(pair: _Pair, plain: _Run, talon: _Run) -> tuple[bool, str]:
         f"{same}: plain decoding has {next(words)} {gap:.3g} above {next(words)} there, and its own logits move by up "
         f"to {moved:.3g} when it reads the text in one piece: {'a rounding tie' if tie else 'rounding is no excuse'}"
     )
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many first tokens two texts share."""
+    count = 0
+    while count < min(len(left), len(right)) and left[count] == right[count]:
+        count += 1
+    return count

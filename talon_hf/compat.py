@@ -42,7 +42,7 @@ def run_eagerly(compiled: bool) -> AbstractContextManager[None]:
 
 
 def configs_keep_unset_fields() -> bool:
-    """Whether a generation config tells what was left out (None) from what was set to its default, as it does since 5.0."""
+    """Whether a generation config tells what was left out (None) from what was set to its default: since 5.0."""
     return Version("5.0") <= TRANSFORMERS
 
 

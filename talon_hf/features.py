@@ -19,11 +19,10 @@ from .drafter import FeatureSpec
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The stack of decoder layers, whatever the architecture calls it."""
-    decoder = model.get_decoder()
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for child in decoder.children():
-        if isinstance(child, nn.ModuleList) and len(child) == count:
-            return child
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
     raise ValueError(
         f"{type(model).__name__} keeps its decoder layers where TALON does not find them, so their inputs cannot be "
         "read for an EAGLE-3 head. Call `generate` without `custom_generate`."
@@ -40,7 +39,13 @@ def features_of(model: PreTrainedModel, spec: FeatureSpec) -> Iterator[dict[int,
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # Another thread may run the same model meanwhile; its states are not ours.
             if threading.get_ident() == owner:
-                taps[boundary] = args[0] if args else kwargs["hidden_states"]
+                states = args[0] if args else kwargs["hidden_states"]
+                if states.dim() != 3:
+                    raise ValueError(
+                        f"{type(model).__name__} hands {tuple(states.shape)} states from layer to layer; an EAGLE-3 head "
+                        "reads (batch, length, hidden). Call `generate` without `custom_generate`."
+                    )
+                taps[boundary] = states
 
         return hook
 

@@ -69,13 +69,12 @@ def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: 
     options = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(PREFIX)}
     tokenizer = kwargs.pop("tokenizer", None)
     assistant = kwargs.pop("assistant_model", None)
-    kwargs = {name: value for name, value in kwargs.items() if value is not None}
     prepared, kwargs, taken = take_settings(model, kwargs, ("stop_strings", "cache_implementation"))
     check_arguments(model, kwargs)
-    check_cache(kwargs.get("cache", kwargs.get("past_key_values")), taken["cache_implementation"])
+    check_cache(kwargs.get("cache") or kwargs.get("past_key_values"), taken["cache_implementation"])
     check_padding(kwargs)
     refuse_target(model)
-    TalonConfig.resolve(options, vars(kwargs.get("generation_config", model.generation_config)))
+    TalonConfig.resolve(options, vars(kwargs.get("generation_config") or model.generation_config))
     drafter = _drafter(assistant, model, hub)
     drafter.features_of(model)
     if taken["stop_strings"] is not None:
@@ -153,4 +152,4 @@ def _with_stop_strings(kwargs: dict[str, Any], strings: Any, tokenizer: Any) -> 
             f"`stop_strings` is {strings!r}, but `generate` could not locate a tokenizer: pass the model's as "
             "`tokenizer=`."
         )
-    return StoppingCriteriaList([*kwargs.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)])
+    return StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)])

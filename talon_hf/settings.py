@@ -24,8 +24,11 @@ def take_settings(
         user's is never changed.
     """
     own, given = model.generation_config, kwargs.get("generation_config")
-    sources = [kwargs, vars(given) if given is not None else {}, vars(own)]
-    taken = {name: next((s[name] for s in sources if s.get(name) is not None), None) for name in names}
+    configs = [config for config in (given, own) if config is not None]
+    taken = {
+        name: kwargs[name] if name in kwargs else next(filter(None, (getattr(c, name, None) for c in configs)), None)
+        for name in names
+    }
     rest = {name: value for name, value in kwargs.items() if name not in names}
     if given is not None:
         rest["generation_config"] = _without(given, names)

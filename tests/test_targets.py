@@ -1,0 +1,144 @@
+"""Architectures: a tree scores as its paths do, and the text is plain `generate`'s; or the model is refused."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import COMMON, VOCABULARY, random_head
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from talon_hf import check_target, generate
+
+WINDOW = {"sliding_window": 12}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GPT = {"n_positions": 256, "n_ctx": 256, "n_embd": 32, "n_layer": 8, "n_head": 4}
+# A head_dim of None leaves the argument out, for configs that derive it.
+VERIFIED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": WINDOW,
+    "mixtral": WINDOW | EXPERTS,
+    "qwen2": WINDOW | {"use_sliding_window": True, "max_window_layers": 4},
+    "qwen2_moe": EXPERTS,
+    "qwen3": WINDOW | {"use_sliding_window": True, "max_window_layers": 4},
+    "qwen3_moe": EXPERTS,
+    "gemma": {},
+    "gemma2": WINDOW,
+    "gemma3_text": WINDOW,
+    "gemma4_text": WINDOW,
+    "gpt2": GPT,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "falcon": {"new_decoder_architecture": False, "multi_query": True, "alibi": False, "head_dim": None},
+    "gpt_neox": {},
+    "gptj": GPT | {"rotary_dim": 8},
+    "codegen": GPT | {"rotary_dim": 8},
+    "gpt_bigcode": GPT,
+    "phi": {},
+    "phi3": WINDOW,
+    "phimoe": WINDOW | EXPERTS,
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": WINDOW,
+    "olmoe": EXPERTS,
+    "starcoder2": WINDOW,
+    "stablelm": {},
+    "granite": {},
+    "granitemoe": EXPERTS,
+    "cohere": {},
+    "cohere2": WINDOW,
+    "deepseek_v2": LATENT | ROUTED | EXPERTS | {"head_dim": None, "num_key_value_heads": 4},
+    "deepseek_v3": LATENT | ROUTED | EXPERTS | {"head_dim": None, "num_key_value_heads": 4},
+    "glm": {},
+    "glm4": {},
+    "ernie4_5": {},
+    "smollm3": WINDOW,
+    "nemotron": {},
+    "persimmon": {},
+    "llama4_text": EXPERTS | {"intermediate_size_mlp": 48, "attention_chunk_size": 8},
+    "exaone4": WINDOW,
+    "gpt_oss": WINDOW | EXPERTS | {"rope_scaling": None},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 8, "attention_heads": 4},
+    "biogpt": {},
+    "helium": {},
+    "arcee": {},
+    "seed_oss": {},
+    "dots1": ROUTED | EXPERTS,
+    "hunyuan_v1_dense": {},
+    "apertus": {},
+    "bitnet": {},
+    "minimax_m2": EXPERTS,
+    "nanochat": {},
+    "vaultgemma": WINDOW,
+    "ministral": WINDOW,
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "mamba": {},
+    "mpt": {"d_model": 32, "n_layers": 8, "n_heads": 4},
+    "bloom": {"n_layer": 8, "n_head": 4},
+    "qwen3_next": EXPERTS,
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 4]], "num_layers": 8, "num_heads": 4, "window_size": 12},
+}
+PROMPT = torch.arange(3, 17).unsqueeze(0)
+
+
+def random_model(name: str, options: dict[str, Any]) -> PreTrainedModel:
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    torch.manual_seed(0)
+    chosen = {**COMMON, "eos_token_id": None, **options}
+    config = CONFIG_MAPPING[name](
+        **{key: value for key, value in chosen.items() if (key, value) != ("head_dim", None)}
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+    return model
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", VERIFIED)
+def test_trees_are_scored_right_and_the_text_is_plain_generates(name: str) -> None:
+    model = random_model(name, VERIFIED[name])
+    assert check_target(model) < 1e-4
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None
+    }  # fmt: skip
+    want = model.generate(PROMPT, **options)
+    got = generate(PROMPT, model=model, assistant_model=random_head(model), talon_node_budget=12, **options)
+    assert got.tolist() == want.tolist()
+    assert want.shape[1] == PROMPT.shape[1] + 12
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_state_cannot_branch_is_refused_by_name(name: str) -> None:
+    model = random_model(name, REFUSED[name])
+    with pytest.raises(ValueError, match=type(model).__name__.removesuffix("ForCausalLM")):
+        check_target(model)
+
+
+def test_a_model_that_ignores_its_mask_is_caught() -> None:
+    model = random_model("llama", {})
+    forward = model.forward
+
+    def deaf(*args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        return forward(*args, position_ids=position_ids, **kwargs)
+
+    model.forward = deaf
+    with pytest.raises(ValueError, match="scores a draft tree wrong"):
+        check_target(model)
+
+
+def test_the_check_takes_under_a_second() -> None:
+    model = random_model("llama", {"vocab_size": VOCABULARY})
+    begin = time.perf_counter()
+    check_target(model)
+    assert time.perf_counter() - begin < 1.0
