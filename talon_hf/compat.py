@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,6 +27,12 @@ def cache_keyword(model: PreTrainedModel) -> str:
     if "cache" in parameters:
         return "cache"
     return "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"
+
+
+def inverts_tree_masks(model: PreTrainedModel) -> bool:
+    """Whether the model turns a 4D mask round instead of taking it as it is: XGLM did, some time before 5.17."""
+    code = sys.modules[type(model).__module__]
+    return model.config.model_type == "xglm" and hasattr(code, "_prepare_4d_causal_attention_mask")
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
@@ -64,6 +71,11 @@ def processor_for_row(processor: Any, row: int, rows: int) -> Any:
         else:
             source = row * processor.batch_size // rows
             narrowed.generated_ngrams, narrowed.batch_size = [processor.generated_ngrams[source]], 1
+        return narrowed
+    if isinstance(padding := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+        # RepetitionPenaltyLogitsProcessor of 5.24: how much of each row is padding.
+        narrowed, source = copy.copy(processor), row * len(padding) // rows
+        narrowed.prompt_ignore_length = padding[source : source + 1]
         return narrowed
     if name == "PrefixConstrainedLogitsProcessor":
         narrowed, allowed = copy.copy(processor), processor._prefix_allowed_tokens_fn

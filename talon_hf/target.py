@@ -82,11 +82,12 @@ class Target:
         positions = inputs.pop("position_ids", None)
         positions = places if positions is None else positions
         last = {"logits_to_keep": 1} if self._keeps_logits else {}
+        # Some models add their offset to the positions in place.
+        self.next_positions = positions[..., -1] + 1
         scores = self._forward(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, **last, **inputs
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions.clone(), **last, **inputs
         )
         self.cache.keep([row.nonzero().flatten().tolist() for row in valid])
-        self.next_positions = positions[..., -1] + 1
         return Scores(scores.logits[:, -1:], scores.features), places, valid
 
     def score(self, tree: DraftTree) -> Scores:

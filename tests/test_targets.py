@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from models import COMMON, VOCABULARY, random_head
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from talon_hf import check_target, generate
@@ -107,7 +108,14 @@ def random_model(name: str, options: dict[str, Any]) -> PreTrainedModel:
 @pytest.mark.parametrize("name", VERIFIED)
 def test_trees_are_scored_right_and_the_text_is_plain_generates(name: str) -> None:
     model = random_model(name, VERIFIED[name])
+    version = Version(transformers.__version__)
+    if name == "xglm" and version < Version("5.17"):
+        with pytest.raises(ValueError, match="other way round"):
+            check_target(model)
+        return
     assert check_target(model) < 1e-4
+    if name == "phimoe" and version < Version("5"):
+        pytest.skip("this version's own cached decoding of PhiMoE differs from decoding without a cache")
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None
     }  # fmt: skip
