@@ -53,9 +53,9 @@ def check_target(model: PreTrainedModel, prompt_length: int = 24, seed: int = 0)
     allowed = max(TOLERANCE, 8 * torch.finfo(model.dtype).eps)
     if not worst <= allowed * scale:
         raise ValueError(
-            f"{type(model).__name__} scores a draft tree wrong: logits differ from plain forwards by {worst:.3g} where "
-            f"{allowed * scale:.3g} is rounding, so TALON's text would not be the model's. Call `generate` without "
-            "`custom_generate`."
+            f"{type(model).__name__} scores a draft tree wrong: logits differ from plain forwards by {worst:.3g}, "
+            f"and {allowed * scale:.3g} would be rounding, so TALON's text would not be the model's. Call `generate` "
+            "without `custom_generate`."
         )
     return worst / scale
 

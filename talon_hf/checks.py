@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .compat import configs_keep_unset_fields
-from .compat import inverts_tree_masks
+from .compat import configs_keep_unset_fields, inverts_tree_masks
 from .masks import layer_windows
 
 PLAIN = "Call `generate` without `custom_generate` for it."
@@ -111,7 +110,7 @@ def refuse_target(model: PreTrainedModel) -> None:
         )
     if inverts_tree_masks(model):
         raise ValueError(
-            f"TALON cannot verify a draft tree on {name} in this version of transformers, which reads 4D attention masks "
-            f"the other way round. Upgrade to transformers 5.17 or newer. {PLAIN}"
+            f"TALON cannot verify a draft tree on {name} in this version of transformers, which reads 4D attention "
+            f"masks the other way round. Upgrade to transformers 5.17 or newer. {PLAIN}"
         )
     layer_windows(model.config)

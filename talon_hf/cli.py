@@ -173,8 +173,8 @@ def _load(args: argparse.Namespace, options: dict[str, Any]) -> _Pair:
     dtype = getattr(torch, args.dtype)
     model: Any
     with _progress(f"loading {Path(args.model or TARGET).name} ..."):
-        model, tokenizer = load_target(args.model, dtype)
         drafter = load_draft(args.draft, dtype)
+        model, tokenizer = load_target(args.model, dtype)
     sampled = {"do_sample": True, "temperature": args.temperature, "top_k": 0, "top_p": 1.0}
     return _Pair(
         model.to(_device()),

@@ -42,8 +42,8 @@ def features_of(model: PreTrainedModel, spec: FeatureSpec) -> Iterator[dict[int,
                 states = args[0] if args else kwargs["hidden_states"]
                 if states.dim() != 3:
                     raise ValueError(
-                        f"{type(model).__name__} hands {tuple(states.shape)} states from layer to layer; an EAGLE-3 head "
-                        "reads (batch, length, hidden). Call `generate` without `custom_generate`."
+                        f"{type(model).__name__} hands {tuple(states.shape)} states from layer to layer; an EAGLE-3 "
+                        "head reads (batch, length, hidden). Call `generate` without `custom_generate`."
                     )
                 taps[boundary] = states
 
