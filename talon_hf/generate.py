@@ -126,7 +126,9 @@ def _drafter(assistant: Any, model: PreTrainedModel, hub: dict[str, Any]) -> Dra
         )
     if isinstance(assistant, str):
         access = {name: hub[name] for name in ("token", "cache_dir", "local_files_only") if hub[name] is not None}
-        return _loaded(assistant, model.dtype, model.device, tuple(access.items()))
+        # Offloaded weights lie on "meta" between forwards; the head goes where the others are.
+        devices = [parameter.device for parameter in model.parameters() if parameter.device.type != "meta"]
+        return _loaded(assistant, model.dtype, devices[0] if devices else torch.device("cpu"), tuple(access.items()))
     if not isinstance(assistant, Drafter):
         raise ValueError(
             f"`assistant_model` is a {type(assistant).__name__}, which is no drafter: pass an `EagleDraft`, or the "

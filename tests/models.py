@@ -83,7 +83,7 @@ def random_head(model: PreTrainedModel, seed: int = 0, draft_vocabulary: int = V
     head = EagleDraft(config)
     if draft_vocabulary < text.vocab_size:
         head.draft_ids = torch.randperm(text.vocab_size)[:draft_vocabulary].sort().values
-    return head.to(next(model.parameters()).device)
+    return head
 
 
 Guess = Callable[[int, list[int]], Tensor]

@@ -1,0 +1,164 @@
+"""Targets that something was done to: adapters, quantised linears, offloaded layers, compilation, low precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import COMMON, drafter_zoo, random_head, tiny_model
+from packaging.version import Version
+
+from talon_hf import generate
+
+NEW = 16
+PROMPT = torch.tensor([[7, 11, 3, 42, 5, 9, 23]])
+
+
+def same_text(model: Any, drafter_model: Any = None, **options: Any) -> None:
+    """Plain `generate` and TALON with a random head and with a good drafter give one text."""
+    options = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": NEW, "do_sample": False, **options}
+    want = model.generate(PROMPT, **options).tolist()
+    base = drafter_model if drafter_model is not None else model
+    for drafter in (random_head(base, seed=3), drafter_zoo(want, base)["good"]):
+        got = generate(PROMPT, model=model, assistant_model=drafter, return_dict_in_generate=True, **options)
+        assert got.sequences.tolist() == want
+    assert got.talon_stats.tau > 1.0
+
+
+def fp32(family: str = "llama") -> Any:
+    return tiny_model(family, dtype=torch.float32, eos_token_id=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_on_the_cpu(dtype: torch.dtype) -> None:
+    """Both texts are the model's own; they may part only where its two best logits are equal within rounding."""
+    model = tiny_model("llama", dtype=dtype, eos_token_id=None)
+    options = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": NEW, "do_sample": False}
+    want = model.generate(PROMPT, **options)[0]
+    got = generate(PROMPT, model=model, assistant_model=random_head(model, seed=3), **options)[0]
+    parts = (want != got).nonzero().flatten()
+    if len(parts):
+        logits = model(input_ids=want[None, : int(parts[0])]).logits[0, -1].float()
+        best = logits.topk(2).values
+        assert float(best[0] - best[1]) <= 4 * torch.finfo(dtype).eps * float(best[0].abs())
+
+
+@pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()", "model.forward", "one layer"])
+def test_a_compiled_model(how: str) -> None:
+    model: Any = fp32()
+    torch._dynamo.reset()
+    compiled = model
+    if how == "torch.compile(model)":
+        compiled = torch.compile(model, backend="eager")
+    elif how == "model.compile()":
+        model.compile(backend="eager")
+    elif how == "model.forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    else:
+        model.model.layers[4].compile(backend="eager")
+    same_text(compiled, drafter_model=model)
+
+
+def test_a_model_with_lora_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    base = fp32()
+    adapted = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.5)
+    options = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": NEW, "do_sample": False}
+    with adapted.disable_adapter():
+        unadapted = adapted.generate(input_ids=PROMPT, **options)
+    want = adapted.generate(input_ids=PROMPT, **options)
+    assert want.tolist() != unadapted.tolist()
+    got = generate(PROMPT, model=adapted, assistant_model=random_head(base, seed=3), **options)
+    assert got.tolist() == want.tolist()
+    string_form = adapted.generate(
+        input_ids=PROMPT,
+        custom_generate=str(Path(__file__).parent.parent),
+        trust_remote_code=True,
+        assistant_model=random_head(base, seed=3),
+        **options,
+    )
+    assert string_form.tolist() == want.tolist()
+
+
+def test_prompt_learning_adapters_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    base = fp32()
+    tuned = peft.get_peft_model(base, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="PROMPT_TUNING"):
+        generate(PROMPT, model=tuned, assistant_model=random_head(base), max_new_tokens=4)
+
+
+def test_linears_quantised_to_int8_weights() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = fp32()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    assert type(model.model.layers[0].mlp.up_proj.weight).__name__ != "Parameter"
+    same_text(model)
+
+
+@pytest.mark.parametrize("where", ["disk", "cpu"])
+def test_layers_offloaded_by_accelerate(where: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    whole = fp32()
+    whole.save_pretrained(tmp_path / "model")
+    layers = {f"model.layers.{i}": where if i >= 4 else "cpu" for i in range(8)}
+    device_map = {
+        "model.embed_tokens": where,
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+        **layers,
+    }
+    model = accelerate.dispatch_model(
+        whole, device_map, main_device="cpu", offload_dir=str(tmp_path / "offload"), force_hooks=True
+    )
+    if where == "disk":
+        assert model.model.layers[7].mlp.up_proj.weight.device.type == "meta"
+        assert model.get_input_embeddings().weight.device.type == "meta"
+    same_text(model)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5"), reason="the config differs")
+def test_a_multimodal_model_called_with_text_alone_and_with_an_image() -> None:
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=8,
+            patch_size=4,
+        ),
+        text_config=transformers.LlamaConfig(**{**COMMON, "eos_token_id": None}),
+        image_token_id=49,
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-1,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3)
+    same_text(model)
+    prompt = torch.tensor([[7, 11, 49, 49, 49, 49, 5, 9, 23]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW, "do_sample": False}
+    texts = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        pixels = torch.randn(1, 3, 8, 8)
+        want = model.generate(prompt, pixel_values=pixels, **options).tolist()
+        for drafter in (random_head(model, seed=3), drafter_zoo(want, model)["good"]):
+            got = generate(prompt, model=model, assistant_model=drafter, pixel_values=pixels, **options)
+            assert got.tolist() == want
+        texts.append(want)
+    assert texts[0] != texts[1], "the image changes nothing, so nothing was tested"
