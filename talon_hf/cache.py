@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import LongTensor, Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 
@@ -60,8 +60,9 @@ class TreeLayer(DynamicLayer):
         return self._length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last |tokens_to_remove| columns."""
-        self._view(self._length - abs(tokens_to_remove))
+        """Forgets the last -tokens_to_remove columns; a positive number is the length to keep, as before 5.20."""
+        keep = tokens_to_remove if tokens_to_remove > 0 else self._length + tokens_to_remove
+        self._view(max(0, min(keep, self._length)))
 
     def reset(self) -> None:
         """Forgets every column and frees the buffers."""
@@ -82,7 +83,7 @@ class TreeLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (R,), in that order."""
-        self._buffers = [buffer[indices] for buffer in self._buffers]
+        self._buffers = [buffer[indices.to(buffer.device)] for buffer in self._buffers]
         self._view(self._length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -133,6 +134,35 @@ class TreeCache(DynamicCache):
         """Forgets every column that is not committed."""
         self._view(max(self.committed))
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove columns of every row."""
+        super().crop(tokens_to_remove)
+        self._set_rows([min(done, self.get_seq_length()) for done in self.committed])
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        super().reset()
+        self._set_rows([0] * len(self.committed))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorders the rows."""
+        super().reorder_cache(cast(LongTensor, beam_idx))
+        self._set_rows([self.committed[row] for row in beam_idx.tolist()])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices` (R,), in that order."""
+        super().batch_select_indices(indices)
+        self._set_rows([self.committed[row] for row in indices.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self._set_rows([done for done in self.committed for _ in range(repeats)])
+
+    def _set_rows(self, committed: list[int]) -> None:
+        # A turn tells of the rows as they were; a caller that changes them starts anew.
+        self.committed, self.turn = committed, None
+
     def visible(self, device: torch.device | None = None) -> Tensor:
         """(B, longest row) bool: the committed columns of each row."""
         ends = torch.tensor(self.committed, device=device).unsqueeze(1)
@@ -140,9 +170,7 @@ class TreeCache(DynamicCache):
 
     def select_rows(self, rows: list[int]) -> None:
         """Keeps the rows `rows`, in that order."""
-        self.committed = [self.committed[row] for row in rows]
-        for layer in self._tree_layers():
-            layer.batch_select_indices(torch.tensor(rows, device=layer.device))
+        self.batch_select_indices(torch.tensor(rows))
         self._view(max(self.committed))
 
     def _move(self, source: Tensor, target: Tensor, length: int) -> None:

@@ -8,6 +8,7 @@ section 3.1). The key-value cache's committed columns hold pairs with target fea
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -181,6 +182,7 @@ class EagleSession:
     def __init__(self, head: EagleDraft, embeddings: nn.Embedding, rows: int) -> None:
         self.draft_ids = head.draft_ids
         self.steps = 0
+        self._has_warned = False
         self._head = head
         self._embeddings = embeddings
         self._cache = TreeCache(rows)
@@ -197,6 +199,7 @@ class EagleSession:
         mask = self._commit_mask(valid)
         outputs = self._forward(_following_tokens(commit).to(device), features, positions, mask)
         self._cache.keep([row.nonzero().flatten().tolist() for row in valid])
+        self._warn_beyond_training()
         last = (valid * torch.arange(1, valid.shape[1] + 1, device=device)).argmax(dim=1, keepdim=True)
         self._outputs = outputs.gather(1, last.unsqueeze(2).expand(-1, -1, outputs.shape[2]))
         self._positions = positions.gather(1, last)
@@ -229,6 +232,16 @@ class EagleSession:
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         self.steps += 1
         return self._head.layer(self._embed(tokens).to(features), features, positions, self._cache, mask)
+
+    def _warn_beyond_training(self) -> None:
+        limit = self._head.config.max_position_embeddings
+        if limit is not None and not self._has_warned and max(self._cache.committed) > limit:
+            self._has_warned = True
+            warnings.warn(
+                f"The text is longer than the {limit} positions that the EAGLE-3 head was configured for. The text "
+                "stays the model's own; fewer drafts may be accepted.",
+                stacklevel=2,
+            )
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """(B, m, h) raw embeddings: a model that scales its own does so after the lookup, which the head never saw."""

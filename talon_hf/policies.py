@@ -169,7 +169,8 @@ class _Frontier:
         # A NaN propagates through amax and fails the comparison, as does +inf.
         broken = ~(log_probs.amax(dim=2) < torch.inf) | ~alive
         start = torch.where(broken, -torch.inf, self.path_log_probs)
-        pool = start.unsqueeze(2) + log_probs
+        # Scores above 0 are no log-probs; they would lift a child over its parent.
+        pool = start.unsqueeze(2) + log_probs.clamp(max=0.0)
         return pool.masked_fill_(broken.unsqueeze(2), -torch.inf) if bool(broken.any()) else pool
 
     def add_layer(

@@ -42,6 +42,9 @@ def resumable(cache: Any, drafter: Drafter, input_ids: Tensor) -> Turn | None:
     if turn is None or turn.drafter is not drafter or len(input_ids) != 1:
         return None
     done = turn.tokens.shape[1]
+    if [cache.get_seq_length()] != cache.committed:
+        # Somebody else has run the model on this cache since.
+        return None
     if done >= input_ids.shape[1] or not torch.equal(turn.tokens, input_ids[:, :done]):
         return None
     return turn

@@ -9,7 +9,7 @@ import torch
 from models import random_head, tiny_model
 
 from talon_hf import EagleDraft, generate
-from talon_hf.compat import cache_output_field
+from talon_hf.compat import cache_keyword, cache_output_field
 
 pytestmark = pytest.mark.conformance
 
@@ -118,3 +118,17 @@ def test_a_call_that_breaks_off_leaves_a_cache_that_gives_the_right_text(model: 
     with pytest.raises(KeyboardInterrupt):
         talon(model, head, ids, stopping_criteria=[stop], **cache)
     assert talon(model, head, ids, **cache).sequences[0].tolist() == plain(model, ids)
+
+
+@pytest.mark.parametrize("meddle", ["crop", "reset", "another forward", "crop and another forward"])
+def test_a_cache_that_was_changed_in_between_is_read_anew(model: Any, head: EagleDraft, meddle: str) -> None:
+    first = talon(model, head, PROMPT)
+    cache = first[cache_output_field()]
+    if "crop" in meddle:
+        cache.crop(-1)
+    if meddle == "reset":
+        cache.reset()
+    if "forward" in meddle:
+        model(input_ids=torch.tensor([[5]]), **{cache_keyword(model): cache})
+    ids = torch.cat([first.sequences, FOLLOW_UP], dim=1)
+    assert talon(model, head, ids, **{cache_output_field(): cache}).sequences[0].tolist() == plain(model, ids)
