@@ -38,7 +38,8 @@ class TreeLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         end = self._length + key_states.shape[-2]
         if not self._buffers or end > self._buffers[0].shape[-2]:
-            self._grow((key_states, value_states), max(end + max(end // 2, 64), self._capacity))
+            spare = end + max(end // 2, 64)
+            self._grow((key_states, value_states), self._capacity if end <= self._capacity else spare)
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, self._length : end] = states
         self._view(end)

@@ -74,8 +74,8 @@ def processor_for_row(processor: Any, row: int, rows: int) -> Any:
         return narrowed
     if isinstance(padding := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
         # RepetitionPenaltyLogitsProcessor of 5.24: how much of each row is padding.
-        narrowed, source = copy.copy(processor), row * len(padding) // rows
-        narrowed.prompt_ignore_length = padding[source : source + 1]
+        narrowed = copy.copy(processor)
+        narrowed.prompt_ignore_length = padding[row : row + 1]
         return narrowed
     if name == "PrefixConstrainedLogitsProcessor":
         narrowed, allowed = copy.copy(processor), processor._prefix_allowed_tokens_fn

@@ -71,7 +71,9 @@ def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: 
     assistant = kwargs.pop("assistant_model", None)
     prepared, kwargs, taken = take_settings(model, kwargs, ("stop_strings", "cache_implementation"))
     check_arguments(model, kwargs)
-    check_cache(kwargs.get("cache") or kwargs.get("past_key_values"), taken["cache_implementation"])
+    # An empty cache is false, so it is compared with None.
+    given = [kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
+    check_cache(given[0] if given else None, taken["cache_implementation"])
     check_padding(kwargs)
     refuse_target(model)
     TalonConfig.resolve(options, vars(kwargs.get("generation_config") or model.generation_config))
