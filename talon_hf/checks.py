@@ -77,9 +77,9 @@ def check_cache(cache: Any, implementation: str | None) -> None:
 
 
 def check_padding(inputs: Mapping[str, Any]) -> None:
-    """Raises ValueError for a batch that is padded on the right, of which plain `generate` warns."""
+    """Raises ValueError for prompts that are padded on the right, of which plain `generate` warns."""
     mask = inputs.get("attention_mask")
-    if mask is not None and len(mask) > 1 and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
+    if mask is not None and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
         raise ValueError(
             "A decoder-only architecture is being used, but right-padding was detected in `attention_mask`! For "
             "correct generation results, please set `padding_side='left'` when initializing the tokenizer."

@@ -35,6 +35,11 @@ def inverts_tree_masks(model: PreTrainedModel) -> bool:
     return model.config.model_type == "xglm" and hasattr(code, "_prepare_4d_causal_attention_mask")
 
 
+def eager_masks_by_column(model: PreTrainedModel) -> bool:
+    """Whether eager attention adds a causal mask over as many columns as there are positions, too few for a tree."""
+    return model.config.model_type == "gpt2" and Version("5.17") > TRANSFORMERS
+
+
 def is_compiled(model: PreTrainedModel) -> bool:
     """Whether `torch.compile` has been applied to the model or a part of it."""
     return any(

@@ -7,7 +7,6 @@ it, binds the loop and hands the rest to `GenerationMixin.generate`.
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,7 +75,9 @@ def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: 
     check_cache(given[0] if given else None, taken["cache_implementation"])
     check_padding(kwargs)
     refuse_target(model)
-    TalonConfig.resolve(options, vars(kwargs.get("generation_config") or model.generation_config))
+    TalonConfig.resolve(
+        options, vars(kwargs.get("generation_config") or model.generation_config), vars(model.generation_config)
+    )
     drafter = _drafter(assistant, model, hub)
     drafter.features_of(model)
     if taken["stop_strings"] is not None:
@@ -131,9 +132,10 @@ def _drafter(assistant: Any, model: PreTrainedModel, hub: dict[str, Any]) -> Dra
         # Offloaded weights lie on "meta" between forwards; the head goes where the others are.
         devices = [parameter.device for parameter in model.parameters() if parameter.device.type != "meta"]
         return _loaded(assistant, model.dtype, devices[0] if devices else torch.device("cpu"), tuple(access.items()))
-    if not isinstance(assistant, Drafter):
+    if isinstance(assistant, type) or not isinstance(assistant, Drafter):
+        name = f"the class {assistant.__name__}" if isinstance(assistant, type) else f"a {type(assistant).__name__}"
         raise ValueError(
-            f"`assistant_model` is a {type(assistant).__name__}, which is no drafter: pass an `EagleDraft`, or the "
+            f"`assistant_model` is {name}, which is no drafter: pass an `EagleDraft`, or the "
             "folder or Hub id of an EAGLE-3 head."
         )
     return assistant
@@ -141,12 +143,7 @@ def _drafter(assistant: Any, model: PreTrainedModel, hub: dict[str, Any]) -> Dra
 
 @lru_cache(maxsize=4)
 def _loaded(source: str, dtype: torch.dtype, device: torch.device, access: tuple[tuple[str, Any], ...]) -> EagleDraft:
-    options = dict(access)
-    if not Path(source).exists() and source.count("/") > 1:
-        # A head may lie in a folder of a Hub repository: "org/name/folder".
-        org, name, options["subfolder"] = source.split("/", 2)
-        source = f"{org}/{name}"
-    return EagleDraft.from_pretrained(source, dtype=dtype, device=device, **options)
+    return EagleDraft.from_pretrained(source, dtype=dtype, device=device, **dict(access))
 
 
 def _with_stop_strings(kwargs: dict[str, Any], strings: Any, tokenizer: Any) -> StoppingCriteriaList:

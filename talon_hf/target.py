@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import TreeCache
-from .compat import cache_keyword, is_compiled, run_eagerly
+from .compat import cache_keyword, eager_masks_by_column, is_compiled, run_eagerly
 from .drafter import FeatureSpec
 from .features import features_of
 from .masks import layer_windows, tree_masks
@@ -139,7 +139,7 @@ class Target:
 def tree_attention(model: PreTrainedModel) -> str:
     """The attention implementation for a tree forward: the model's own if it takes 4D masks, else sdpa or eager."""
     impl = model.config.get_text_config(decoder=True)._attn_implementation
-    if impl in ("sdpa", "eager"):
+    if impl in ("sdpa", "eager") and not eager_masks_by_column(model):
         return impl
     return "sdpa" if model._supports_sdpa else "eager"
 
