@@ -1,0 +1,138 @@
+"""Batches: rows draft, accept and finish at their own pace; each is its solo run, and sampling keeps its law."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from models import ScriptedDrafter, drafter_zoo, random_head, tiny_model
+from oracles import chi_square, enumerate_law
+
+from talon_hf import generate
+
+pytestmark = pytest.mark.conformance
+
+NEW = 20
+PROMPTS = [[7, 11, 3, 42, 5, 9, 23, 8, 14, 31, 6, 12, 19, 27, 44, 2, 36, 17], [5], [33, 4, 18, 21], [9, 9, 9, 30, 12]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama", eos_token_id=None)
+
+
+def padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    return ids, torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]), longest
+
+
+def solo(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **options)
+    return out[0].tolist()
+
+
+def talon(model: Any, prompts: list[list[int]], drafter: Any, **options: Any) -> Any:
+    ids, mask, _ = padded(prompts)
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, **options}
+    return generate(ids, model=model, assistant_model=drafter, return_dict_in_generate=True, **options)
+
+
+@pytest.mark.parametrize("policy", ["talon", "eagle", "chain"])
+def test_a_row_with_a_useless_drafter_beside_a_row_with_a_perfect_one(model: Any, policy: str) -> None:
+    texts = [solo(model, prompt) for prompt in PROMPTS]
+    zoo = drafter_zoo(texts, model)
+    kinds = ["perfect", "adversarial", "nan", "good"]
+
+    def guess(row: int, text: list[int]) -> torch.Tensor:
+        return zoo[kinds[row]].guess(row, text)
+
+    out = talon(model, PROMPTS, ScriptedDrafter(guess), talon_policy=policy)
+    longest = padded(PROMPTS)[2]
+    for row, (prompt, want) in enumerate(zip(PROMPTS, texts, strict=True)):
+        assert out.sequences[row, longest:].tolist() == want[len(prompt) :], kinds[row]
+
+
+def test_a_finished_row_leaves_the_batch_and_the_others_do_not_notice(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slowest row alone pays for the last rounds."""
+    texts = [solo(model, prompt) for prompt in PROMPTS]
+    ends = [texts[0][len(PROMPTS[0]) + 4], texts[1][len(PROMPTS[1]) + 9]]
+    texts = [solo(model, prompt, eos_token_id=ends) for prompt in PROMPTS]
+    lengths = [len(text) - len(prompt) for text, prompt in zip(texts, PROMPTS, strict=True)]
+    assert len(set(lengths)) > 2, "the rows finish together, so nothing is tested"
+    heights: list[int] = []
+    forward = model.forward
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        heights.append(len(kwargs["input_ids"]))
+        return forward(*args, **kwargs)
+
+    spy.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    drafter = drafter_zoo(texts, model)["adversarial"]  # one token a row and round
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", spy)
+        out = talon(model, PROMPTS, drafter, eos_token_id=ends)
+    longest = padded(PROMPTS)[2]
+    for row, (prompt, want) in enumerate(zip(PROMPTS, texts, strict=True)):
+        new = want[len(prompt) :]
+        assert out.sequences[row, longest : longest + len(new)].tolist() == new
+        assert set(out.sequences[row, longest + len(new) :].tolist()) <= {0}
+    assert heights == [sum(length > step for length in lengths) for step in range(max(lengths))]
+
+
+def test_sixteen_rows_of_sixty_nodes(model: Any) -> None:
+    prompts = [[3 + (row * 7 + step * 5) % 47 for step in range(1 + row % 9)] for row in range(16)]
+    texts = [solo(model, prompt) for prompt in prompts]
+    longest = padded(prompts)[2]
+    for drafter in (random_head(model, seed=3), drafter_zoo(texts, model)["good"]):
+        out = talon(model, prompts, drafter, talon_node_budget=60)
+        for row, (prompt, want) in enumerate(zip(prompts, texts, strict=True)):
+            assert out.sequences[row, longest:].tolist() == want[len(prompt) :]
+
+
+def test_return_sequences_of_a_greedy_call_are_equal(model: Any) -> None:
+    want = solo(model, PROMPTS[2])
+    got = talon(model, [PROMPTS[2]] * 2, random_head(model, seed=3))
+    assert got.sequences.tolist() == [want, want]
+
+
+SMALL = {"vocab_size": 6, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "num_hidden_layers": 7}
+
+
+@pytest.mark.parametrize("acceptance", ["match", "residual"])
+def test_return_sequences_of_a_sampled_call_have_plain_generates_law(acceptance: str) -> None:
+    """Chi-square of 3-token texts against the law enumerated from the model's own logits (alpha 1e-4)."""
+    model = tiny_model("llama", **SMALL)
+    prompt, count = torch.tensor([[3, 5, 1, 4]]), 4000
+
+    def table(path: tuple[int, ...]) -> list[float]:
+        ids = torch.tensor([[*prompt[0].tolist(), *path]])
+        with torch.no_grad():
+            return (model(input_ids=ids).logits[0, -1] / 0.8).log_softmax(-1).tolist()
+
+    law = enumerate_law(table, 3)
+    torch.manual_seed(11)
+    out = generate(
+        prompt,
+        model=model,
+        assistant_model=random_head(model, seed=3, draft_vocabulary=6),
+        attention_mask=torch.ones_like(prompt),
+        num_return_sequences=count,
+        do_sample=True,
+        temperature=0.8,
+        top_k=0,
+        max_new_tokens=3,
+        talon_node_budget=7,
+        talon_top_k=3,
+        talon_acceptance=acceptance,
+    )
+    counts = Counter(tuple(row) for row in out[:, prompt.shape[1] :].tolist())
+    assert chi_square(counts, law, count) > 1e-4
+    uniform = {path: 1 / len(law) for path in law}
+    assert chi_square(counts, uniform, count) < 1e-4, "the law is too flat to tell anything"
