@@ -28,8 +28,9 @@ from .pair import TARGET, load_draft, load_target
 from .stats import TalonStats
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-# On the CPU every node of a tree costs arithmetic time, so small trees are the fast ones.
+# On the CPU every node of a tree costs arithmetic time, so small trees are the fast ones (docs/performance.md).
 CPU_NODE_BUDGET = 8
+CPU_TOP_K = 3
 PAIRS = 3
 WARM_UP_TOKENS = 8
 
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; None takes the process's own.
 
     Returns:
-        exit code: 0; 1 where `--compare` finds texts that rounding does not explain; 2 for an error, told in one line.
+        exit code: 0; 1 where `--compare` finds texts that rounding does not explain; 2 for an error, told in one line;
+        130 for Ctrl-C.
     """
     args = _parser().parse_args(argv)
     try:
@@ -49,11 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"talon-hf: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130  # what a shell reports for it
 
 
 def _parser() -> argparse.ArgumentParser:
     defaults = TalonConfig()
     budgets = f"{defaults.node_budget}, on the CPU {CPU_NODE_BUDGET}"
+    widths = f"{defaults.top_k}, on the CPU {CPU_TOP_K}"
     parser = argparse.ArgumentParser(prog="talon-hf", description="TALON draft trees for transformers' generate.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("generate", help="answer a prompt", description="Answers a prompt with TALON.")
@@ -68,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     add("--policy", choices=POLICIES, default=defaults.policy, help="how trees grow (default: %(default)s)")
     add("--node-budget", type=int, metavar="N", help=f"nodes of a tree, root counted (default: {budgets})")
+    add("--top-k", type=int, metavar="K", help=f"nodes of TALON's first layer (default: {widths})")
     add("--mu", type=float, default=defaults.mu, help="TALON's gate (default: %(default)s)")
     hub.add_commands(commands)
     bench.add_commands(commands)
@@ -91,7 +97,9 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}.")
     if args.node_budget is None:
         args.node_budget = CPU_NODE_BUDGET if _device() == "cpu" else TalonConfig().node_budget
-    options = {"talon_policy": args.policy, "talon_node_budget": args.node_budget, "talon_mu": args.mu}
+    if args.top_k is None:
+        args.top_k = CPU_TOP_K if _device() == "cpu" else TalonConfig().top_k
+    options = {f"talon_{name}": getattr(args, name) for name in ("policy", "node_budget", "top_k", "mu")}
     TalonConfig.resolve(options)
     return options
 

@@ -36,10 +36,11 @@ def features_of(model: PreTrainedModel, spec: FeatureSpec) -> Iterator[dict[int,
     owner = threading.get_ident()
 
     def tap(boundary: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Another thread may run the same model meanwhile; its states are not ours.
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            # Another thread may run the same model meanwhile: its states are not ours, and it may meet this hook
+            # before it is marked as taking kwargs.
             if threading.get_ident() == owner:
-                states = args[0] if args else kwargs["hidden_states"]
+                states = args[0] if args else (kwargs or {})["hidden_states"]
                 if states.dim() != 3:
                     raise ValueError(
                         f"{type(model).__name__} hands {tuple(states.shape)} states from layer to layer; an EAGLE-3 "

@@ -1,0 +1,77 @@
+"""The real pair: greedy text equals plain `generate` token for token in float32, whatever grows the trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import BatchEncoding, PreTrainedModel
+
+from talon_hf import EagleDraft, generate
+from talon_hf.pair import INSTALL, find_gguf, load_draft, load_target
+
+pytestmark = pytest.mark.skipif(find_gguf() is None, reason=f"needs the real target: {INSTALL}")
+
+PROMPTS = (
+    "Name three rivers in Africa.",
+    "What is 17 times 6? Show your steps.",
+    "Write a Python function that reverses a string.",
+    "Translate 'good morning' into French and Spanish.",
+    "Give me a recipe for pancakes.",
+    "Why do leaves turn red in autumn?",
+    "Write a limerick about a lazy cat.",
+    "List the planets from the Sun outwards.",
+    "Explain recursion to a ten-year-old.",
+    "Fix the grammar: 'She don't likes apples'.",
+    "What would you pack for a week in the mountains?",
+    "Summarize in one sentence: The bakery opens at six, sells out of rye bread by eight, and closes at noon.",
+    "Write a SQL query that counts orders per customer.",
+    "Is a tomato a fruit? Answer yes or no, then say why.",
+    "Draft a short email asking for a day off.",
+    "If all bloops are razzies and all razzies are lazzies, are all bloops lazzies?",
+    "Convert 98.6 degrees Fahrenheit to Celsius.",
+    "Invent a name and a slogan for a bicycle shop.",
+    "What does the HTTP status code 404 mean?",
+    "Continue the sequence: 2, 4, 8, 16,",
+)
+Pair = tuple[PreTrainedModel, Any, EagleDraft]
+
+
+@pytest.fixture(scope="module")
+def real_pair() -> Pair:
+    """Target, tokenizer and head in float32, where rounding leaves no ties to speak of."""
+    model, tokenizer = load_target(dtype=torch.float32)
+    return model, tokenizer, load_draft(dtype=torch.float32)
+
+
+def chat(tokenizer: Any, prompt: str) -> BatchEncoding:
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def assert_same_text(pair: Pair, prompt: str, new_tokens: int, **options: Any) -> None:
+    model, tokenizer, head = pair
+    asked = {**chat(tokenizer, prompt), "do_sample": False, "max_new_tokens": new_tokens}
+    plain = model.generate(**asked)
+    output = generate(model=model, assistant_model=head, return_dict_in_generate=True, **asked, **options)
+    assert tokenizer.decode(output.sequences[0]) == tokenizer.decode(plain[0])
+    assert output.sequences.tolist() == plain.tolist()
+    assert output.talon_stats.tau > 1.0, "no draft was ever accepted"
+
+
+def test_one_prompt(real_pair: Pair) -> None:
+    assert_same_text(real_pair, PROMPTS[5], new_tokens=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_talon(prompt: str, real_pair: Pair) -> None:
+    assert_same_text(real_pair, prompt, new_tokens=48)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", PROMPTS[::7])
+@pytest.mark.parametrize("policy", ["eagle", "chain"])
+def test_other_policies(policy: str, prompt: str, real_pair: Pair) -> None:
+    assert_same_text(real_pair, prompt, new_tokens=48, talon_policy=policy)
