@@ -85,7 +85,7 @@ def talon_decode(
             accepted = [len(path) - 1 for path in verdict.paths]
             stats.count(accepted, verdict.emitted, tree.counts().tolist(), generator.draft_steps)
         transcript.close()
-    if len(rows) == 1:
+    if len(input_ids) == 1:
         commit = generator.unread.then(commit) if generator.unread else commit
         tokens = transcript.sequences()[:, : target.cache.committed[0]]
         target.cache.turn = Turn(tokens, target.next_positions, drafter, generator.session, commit)

@@ -23,7 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "penalties": {"do_sample": True, "temperature": 1.3, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "greedy_penalties": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
 }
-SHAPES = [("talon", 2), ("talon", 7), ("talon", 60), ("eagle", 7), ("eagle", 60), ("chain", 7)]
+SHAPES = [(policy, budget) for policy in ("talon", "eagle", "chain") for budget in (2, 7, 60)]
 
 
 def plain(model: Any, ids: torch.Tensor, seed: int, **options: Any) -> torch.Tensor:
@@ -106,3 +106,19 @@ def test_left_padded_rows_equal_their_solo_runs(family: str) -> None:
             new = want[len(prompt) :]
             assert got[row, longest : longest + len(new)].tolist() == new, (name, row)
             assert set(got[row, longest + len(new) :].tolist()) <= {0}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_argmax_over_all_nodes_gives_the_text_of_one_for_each(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerators take the argmax of every node at once; the CPU, where the tests run, takes it node by node."""
+    model = tiny_model("llama", eos_token_id=None)
+    ids = PROMPT.repeat(rows, 1)
+    ids[-1, 2] += 1
+    want = plain(model, ids, seed=1, do_sample=False).tolist()
+    monkeypatch.setattr("talon_hf.acceptance._at_once", lambda _: True)
+    options = {"output_scores": True, "output_logits": True, "do_sample": False}
+    for drafter in drafter_zoo(want, model).values():
+        out = talon(model, ids, 1, drafter, **options)
+        assert out.sequences.tolist() == want
+        assert [step.argmax(-1).tolist() for step in out.scores] == out.sequences[:, PROMPT.shape[1] :].T.tolist()
+        assert all(torch.equal(scores, logits) for scores, logits in zip(out.scores, out.logits, strict=True))
