@@ -89,17 +89,23 @@ def walk(
         rule: how a token is drawn at a node.
     """
     children = [_children(t, p) for t, p in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
-    greedy = logits.to(torch.float32).argmax(dim=-1).tolist() if picker.is_plain_argmax and _at_once(logits) else None
+    processed = greedy = None
+    if picker.is_prefix_free and _at_once(logits):
+        processed = picker.scores(rows, [transcript.prefix(rows[0])], logits.flatten(0, 1)).view(logits.shape)
+        greedy = None if picker.do_sample else processed.argmax(dim=-1).tolist()
     paths, emitted = [[0] for _ in rows], [0] * len(rows)
     walking = list(range(len(rows)))
     while walking:
         nodes = [paths[i][-1] for i in walking]
         raw = logits[walking, nodes]
-        if greedy is not None:
-            scores, tokens = raw, [greedy[i][node] for i, node in zip(walking, nodes, strict=True)]
+        at = [rows[i] for i in walking]
+        if processed is not None:
+            scores = processed[walking, nodes]
         else:
-            at = [rows[i] for i in walking]
             scores = picker.scores(at, [transcript.prefix(row) for row in at], raw)
+        if greedy is not None:
+            tokens = [greedy[i][node] for i, node in zip(walking, nodes, strict=True)]
+        else:
             tokens = rule(picker, scores, [[*children[i][paths[i][-1]]] for i in walking]).tolist()
         still = []
         for k, (i, node, token) in enumerate(zip(walking, nodes, tokens, strict=True)):
@@ -114,7 +120,7 @@ def walk(
 
 
 def _at_once(logits: Tensor) -> bool:
-    """Whether one argmax over all nodes beats one for each accepted node: where the latter waits for the device."""
+    """Whether processing all nodes at once beats each accepted node alone: where the latter waits for the device."""
     return logits.device.type != "cpu"
 
 

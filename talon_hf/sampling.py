@@ -48,6 +48,7 @@ class Picker:
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool, rows: int = 1) -> None:
         self.do_sample = do_sample
+        self._ignore_prefix = all(map(_is_prefix_free, processors))
         # Per processor: itself, if one call serves all rows, or one processor a row.
         self._processors: list[Any] = [
             processor
@@ -57,9 +58,9 @@ class Picker:
         ]
 
     @property
-    def is_plain_argmax(self) -> bool:
-        """Whether a token depends on its logits row alone, as their argmax."""
-        return not self.do_sample and not self._processors
+    def is_prefix_free(self) -> bool:
+        """Whether scores depend on their logits row alone, so that all nodes can be processed at once."""
+        return self._ignore_prefix
 
     def scores(self, rows: Sequence[int], prefixes: Sequence[Tensor], logits: Tensor) -> Tensor:
         """(R, V) float32 processed scores of R nodes.

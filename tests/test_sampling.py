@@ -161,12 +161,18 @@ def test_a_draw_is_plain_decodings_and_spends_no_more_randomness(do_sample: bool
 
 
 @pytest.mark.parametrize(
-    ("picker", "plain"),
-    [(picker_of(), True), (picker_of(Recorder()), False), (picker_of(do_sample=True), False)],
-    ids=["greedy", "processed", "sampled"],
+    ("picker", "free"),
+    [
+        (picker_of(), True),
+        (picker_of(Recorder()), False),
+        (picker_of(do_sample=True), True),
+        (picker_of(TemperatureLogitsWarper(2.0), do_sample=True), True),
+        (picker_of(TemperatureLogitsWarper(2.0), Recorder(), do_sample=True), False),
+    ],
+    ids=["greedy", "processed", "sampled", "warped", "warped and processed"],
 )
-def test_only_greedy_without_processors_may_take_all_argmaxes_at_once(picker: Picker, plain: bool) -> None:
-    assert picker.is_plain_argmax is plain
+def test_only_processors_that_ignore_the_prefix_let_all_nodes_be_processed_at_once(picker: Picker, free: bool) -> None:
+    assert picker.is_prefix_free is free
 
 
 @pytest.mark.parametrize("processors", [[], [TemperatureLogitsWarper(1.0)]])
