@@ -106,7 +106,8 @@ class TalonCandidateGenerator(CandidateGenerator):
         source = _Source(self.session, commit)
         tree = self._policy.grow(source, commit.roots, limits)
         self.session.end()
-        self.unread = None if source.was_read else commit
+        pending = self.unread.then(commit) if self.unread else commit
+        self.unread = None if source.was_read else pending
         return tree
 
     def select_rows(self, rows: list[int]) -> None:

@@ -84,7 +84,9 @@ def processor_for_row(processor: Any, row: int, rows: int) -> Any:
         return narrowed
     if name == "PrefixConstrainedLogitsProcessor":
         narrowed, allowed = copy.copy(processor), processor._prefix_allowed_tokens_fn
-        narrowed._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+        # Rows come in groups of one number; 5.24 takes the sequences of one prompt for a group.
+        number = row // processor._num_beams
+        narrowed._prefix_allowed_tokens_fn, narrowed._num_beams = lambda _, ids: allowed(number, ids), 1
         return narrowed
     if type(processor).__module__.startswith("transformers.") and not name.startswith("SynthID"):
         return processor

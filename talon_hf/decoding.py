@@ -85,9 +85,10 @@ def talon_decode(
             accepted = [len(path) - 1 for path in verdict.paths]
             stats.count(accepted, verdict.emitted, tree.counts().tolist(), generator.draft_steps)
         transcript.close()
-    if len(input_ids) == 1:
+    if target.cache.committed == [transcript.lengths[0] - 1]:
+        # One row whose every column is cached but the last token's: no masked prompt, no batch.
         commit = generator.unread.then(commit) if generator.unread else commit
-        tokens = transcript.sequences()[:, : target.cache.committed[0]]
+        tokens = transcript.sequences()[:, :-1]
         target.cache.turn = Turn(tokens, target.next_positions, drafter, generator.session, commit)
     return _output(transcript, target, stats, generation_config)
 
@@ -102,7 +103,7 @@ def _start(
 ) -> tuple[TalonCandidateGenerator, Target, Turn | None]:
     """The drafting and the verifying side of a call, and the turn that it goes on with."""
     cache = model_kwargs.pop("cache", None) or model_kwargs.pop("past_key_values", None)
-    turn = resumable(cache, drafter, input_ids)
+    turn = resumable(cache, drafter, input_ids, model_kwargs.get("attention_mask"))
     if turn is None:
         generator = TalonCandidateGenerator(drafter, model, config, rows=len(input_ids))
         return generator, Target(model, generator.spec, TreeCache(len(input_ids), capacity)), None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ from .drafter import FeatureSpec
 from .features import features_of
 from .masks import layer_windows, tree_masks
 from .tree import DraftTree
+
+# The attention setting lives in a config that all threads share, so where tree forwards need another one than the
+# prompt's, a call holds this lock in every forward.
+SWITCHING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,9 @@ class Target:
             self.next_positions = next_positions
         self._spec = spec
         self._is_compiled = is_compiled(model)
+        with SWITCHING:
+            self._tree_attention = tree_attention(model)
+            self._must_switch = self._tree_attention != own_attention(model)
         self._cache_keyword = cache_keyword(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._windows = layer_windows(model.config)
@@ -92,12 +100,11 @@ class Target:
 
     def score(self, tree: DraftTree) -> Scores:
         """Logits and features at every node of the trees, in one forward. `keep` must follow before the next call."""
-        impl = tree_attention(self.model)
         # sdpa turns a bool mask into an additive one in every layer; on the CPU that is a third of its time.
-        boolean = impl == "sdpa" and tree.tokens.device.type != "cpu"
+        boolean = self._tree_attention == "sdpa" and tree.tokens.device.type != "cpu"
         masks = tree_masks(self._windows, tree, self.cache.committed, boolean=boolean, dtype=self.model.dtype)
         everything = {"logits_to_keep": 0} if self._keeps_logits else {}
-        with using_attention(self.model, impl):
+        with using_attention(self.model, self._tree_attention) if self._must_switch else nullcontext():
             return self._forward(
                 input_ids=tree.tokens,
                 attention_mask=masks,
@@ -129,16 +136,22 @@ class Target:
 
     def _forward(self, **inputs: Any) -> Scores:
         inputs[self._cache_keyword] = self.cache
-        with features_of(self.model, self._spec) as taps, run_eagerly(self._is_compiled):
+        taken: AbstractContextManager[Any] = SWITCHING if self._must_switch else nullcontext()
+        with taken, features_of(self.model, self._spec) as taps, run_eagerly(self._is_compiled):
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits
         if not self._spec.boundaries:
             return Scores(logits, logits.new_empty(*logits.shape[:2], 0))
         return Scores(logits, torch.cat([taps[b].to(logits.device) for b in self._spec.boundaries], dim=-1))
 
 
+def own_attention(model: PreTrainedModel) -> str:
+    """The attention implementation that the model is set to."""
+    return model.config.get_text_config(decoder=True)._attn_implementation
+
+
 def tree_attention(model: PreTrainedModel) -> str:
     """The attention implementation for a tree forward: the model's own if it takes 4D masks, else sdpa or eager."""
-    impl = model.config.get_text_config(decoder=True)._attn_implementation
+    impl = own_attention(model)
     if impl in ("sdpa", "eager") and not eager_masks_by_column(model):
         return impl
     return "sdpa" if model._supports_sdpa else "eager"
@@ -150,16 +163,14 @@ def using_attention(model: PreTrainedModel, impl: str) -> Iterator[None]:
 
     The setting is read from the configs at every attention call, so nothing else of the model changes.
     """
-    own = model.config.get_text_config(decoder=True)._attn_implementation
-    if own == impl:
-        yield
-        return
-    configs: list[Any] = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
-    before = [(config, config._attn_implementation) for config in configs if config._attn_implementation == own]
-    try:
-        for config, _ in before:
-            config._attn_implementation = impl
-        yield
-    finally:
-        for config, setting in before:
-            config._attn_implementation = setting
+    with SWITCHING:
+        own = own_attention(model)
+        configs: list[Any] = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        switched = [config for config in configs if config._attn_implementation == own]
+        try:
+            for config in switched:
+                config._attn_implementation = impl
+            yield
+        finally:
+            for config in switched:
+                config._attn_implementation = own

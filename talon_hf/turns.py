@@ -36,10 +36,15 @@ class Turn:
     unread: Commit
 
 
-def resumable(cache: Any, drafter: Drafter, input_ids: Tensor) -> Turn | None:
-    """The turn of a passed-back cache if it covers the beginning of `input_ids` (B, L) and this drafter made it."""
+def resumable(cache: Any, drafter: Drafter, input_ids: Tensor, attention_mask: Tensor | None) -> Turn | None:
+    """The turn of a passed-back cache if it covers the beginning of `input_ids` (B, L) and this drafter made it.
+
+    A mask (B, L) with a zero never fits: the cache holds no masked column.
+    """
     turn = cache.turn if isinstance(cache, TreeCache) else None
     if turn is None or turn.drafter is not drafter or len(input_ids) != 1:
+        return None
+    if attention_mask is not None and not bool(attention_mask.all()):
         return None
     done = turn.tokens.shape[1]
     if [cache.get_seq_length()] != cache.committed:

@@ -102,6 +102,28 @@ def test_return_sequences_of_a_greedy_call_are_equal(model: Any) -> None:
     assert got.sequences.tolist() == [want, want]
 
 
+@pytest.mark.parametrize("prompts", [[PROMPTS[2]], [PROMPTS[2], PROMPTS[3]]])
+def test_return_sequences_ask_a_prefix_function_with_plain_generates_numbers(
+    model: Any, prompts: list[list[int]]
+) -> None:
+    ids, mask, _ = padded(prompts)
+    asked: dict[str, list[tuple[int, tuple[int, ...]]]] = {"plain": [], "talon": []}
+
+    def rule(who: str) -> Any:
+        def allowed(number: int, prefix: torch.Tensor) -> list[int]:
+            asked[who].append((number, tuple(prefix.tolist())))
+            return [(int(prefix.sum()) + 5 * number) % 50]
+
+        return allowed
+
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": True, "num_return_sequences": 2}
+    want = model.generate(ids, prefix_allowed_tokens_fn=rule("plain"), **options)
+    head = random_head(model, seed=3)
+    got = generate(ids, model=model, assistant_model=head, prefix_allowed_tokens_fn=rule("talon"), **options)
+    assert got.tolist() == want.tolist()
+    assert sorted(asked["talon"]) == sorted(asked["plain"])
+
+
 SMALL = {"vocab_size": 6, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "num_hidden_layers": 7}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from models import drafter_zoo, random_head, tiny_model
 from transformers import TextIteratorStreamer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from talon_hf import EagleDraft, generate
 
@@ -49,6 +51,39 @@ def test_threads_on_one_model_and_one_head_get_their_own_texts(model: Any, head:
     for thread in threads:
         thread.join()
     assert got == {number: [text] * 4 for number, text in enumerate(want)}
+
+
+def test_threads_whose_trees_need_another_attention_setting_do_not_mix_them_up(
+    head: EagleDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The setting lies in the config that the threads share; the stand-in refuses what FlashAttention cannot take."""
+    model = tiny_model("llama", eos_token_id=None)
+    want = [plain(model, ids) for ids in PROMPTS]
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        assert mask is None or mask.dim() != 4, "FlashAttention takes no mask of a tree"
+        return sdpa(module, query, key, value, None, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", attend)
+    model.config._attn_implementation = "flash_attention_2"
+    got: dict[int, list[list[int]]] = {}
+
+    def work(number: int) -> None:
+        got[number] = [talon(model, head, PROMPTS[number]) for _ in range(3)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert got == {number: [text] * 3 for number, text in enumerate(want)}
+    assert model.config._attn_implementation == "flash_attention_2"
 
 
 @pytest.mark.parametrize("inner", ["plain", "talon"])

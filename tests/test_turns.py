@@ -28,16 +28,8 @@ def head(model: Any) -> EagleDraft:
 
 
 def talon(model: Any, head: EagleDraft, ids: torch.Tensor, new: int = 12, **options: Any) -> Any:
-    return generate(
-        ids,
-        model=model,
-        assistant_model=head,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        **options,
-    )
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False, **options}
+    return generate(ids, model=model, assistant_model=head, return_dict_in_generate=True, **options)
 
 
 def plain(model: Any, ids: torch.Tensor, new: int = 12) -> list[int]:
@@ -132,3 +124,25 @@ def test_a_cache_that_was_changed_in_between_is_read_anew(model: Any, head: Eagl
         model(input_ids=torch.tensor([[5]]), **{cache_keyword(model): cache})
     ids = torch.cat([first.sequences, FOLLOW_UP], dim=1)
     assert talon(model, head, ids, **{cache_output_field(): cache}).sequences[0].tolist() == plain(model, ids)
+
+
+@pytest.mark.parametrize("masks", [("0011111", "0011111"), ("1101111", "1101111"), ("0011111", "1111111")])
+def test_a_masked_prompt_is_read_anew(model: Any, head: EagleDraft, masks: tuple[str, str]) -> None:
+    """The cache holds no masked column, so its text and the prompt do not lie side by side."""
+    first, second = (torch.tensor([[int(bit) for bit in mask]]) for mask in masks)
+    out = talon(model, head, PROMPT, attention_mask=first)
+    ids = torch.cat([out.sequences, FOLLOW_UP], dim=1)
+    mask = torch.cat([second, torch.ones(1, ids.shape[1] - second.shape[1], dtype=torch.long)], dim=1)
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)[0].tolist()
+    got = talon(model, head, ids, attention_mask=mask, **{cache_output_field(): out[cache_output_field()]})
+    assert got.sequences[0].tolist() == want
+
+
+def test_a_prompt_that_is_masked_only_the_second_time_is_read_anew(model: Any, head: EagleDraft) -> None:
+    first = talon(model, head, PROMPT)
+    ids = torch.cat([first.sequences, FOLLOW_UP], dim=1)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)[0].tolist()
+    got = talon(model, head, ids, attention_mask=mask, **{cache_output_field(): first[cache_output_field()]})
+    assert got.sequences[0].tolist() == want
