@@ -85,11 +85,7 @@ def talon_decode(
             accepted = [len(path) - 1 for path in verdict.paths]
             stats.count(accepted, verdict.emitted, tree.counts().tolist(), generator.draft_steps)
         transcript.close()
-    if target.cache.committed == [transcript.lengths[0] - 1]:
-        # One row whose every column is cached but the last token's: no masked prompt, no batch.
-        commit = generator.unread.then(commit) if generator.unread else commit
-        tokens = transcript.sequences()[:, :-1]
-        target.cache.turn = Turn(tokens, target.next_positions, drafter, generator.session, commit)
+    _leave_turn(target, transcript, drafter, generator, commit)
     return _output(transcript, target, stats, generation_config)
 
 
@@ -153,6 +149,19 @@ def _leave_finished(
     target.select_rows(staying)
     generator.select_rows(staying)
     return [rows[i] for i in staying], commit.select_rows(staying)
+
+
+def _leave_turn(
+    target: Target, transcript: Transcript, drafter: Drafter, generator: TalonCandidateGenerator, commit: Commit
+) -> None:
+    """Leaves in the cache what the next turn needs, if it holds every column of one row but the last token's.
+
+    It does not after a masked prompt, or a batch.
+    """
+    if target.cache.committed == [transcript.lengths[0] - 1]:
+        unread = generator.unread.then(commit) if generator.unread else commit
+        tokens = transcript.sequences()[:, :-1]
+        target.cache.turn = Turn(tokens, target.next_positions, drafter, generator.session, unread)
 
 
 def _depth_limits(
