@@ -113,6 +113,7 @@ class TalonCandidateGenerator(CandidateGenerator):
     def select_rows(self, rows: list[int]) -> None:
         """Keeps some rows of the batch."""
         self.session.select_rows(rows)
+        self.unread = self.unread.select_rows(rows) if self.unread else None
 
     @contextmanager
     def attached(self) -> Iterator[TalonCandidateGenerator]:

@@ -86,6 +86,20 @@ def test_a_finished_row_leaves_the_batch_and_the_others_do_not_notice(
     assert heights == [sum(length > step for length in lengths) for step in range(max(lengths))]
 
 
+def test_rows_leave_a_batch_whose_drafter_has_no_depth_left(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No round is drafted, so what the drafter has not read piles up while the rows become fewer."""
+    texts = [solo(model, prompt) for prompt in PROMPTS]
+    ends = [texts[0][len(PROMPTS[0]) + 4], texts[1][len(PROMPTS[1]) + 9]]
+    texts = [solo(model, prompt, eos_token_id=ends) for prompt in PROMPTS]
+    monkeypatch.setattr("models.ScriptedSession.max_depth", 0)
+    out = talon(model, PROMPTS, drafter_zoo(texts, model)["perfect"], eos_token_id=ends)
+    assert out.talon_stats.draft_steps == 0
+    longest = padded(PROMPTS)[2]
+    for row, (prompt, want) in enumerate(zip(PROMPTS, texts, strict=True)):
+        new = want[len(prompt) :]
+        assert out.sequences[row, longest : longest + len(new)].tolist() == new
+
+
 def test_sixteen_rows_of_sixty_nodes(model: Any) -> None:
     prompts = [[3 + (row * 7 + step * 5) % 47 for step in range(1 + row % 9)] for row in range(16)]
     texts = [solo(model, prompt) for prompt in prompts]
