@@ -27,6 +27,7 @@ from .eagle import EagleDraft
 from .generate import generate
 from .pair import load_draft, load_target
 from .stats import TalonStats
+from .ties import Parting, find_parting
 
 SYSTEMS = ("plain", "lookup", "talon", "eagle", "chain")
 Run = Callable[[Tensor], tuple[Tensor, TalonStats | None]]
@@ -38,9 +39,8 @@ class Tally:
 
     seconds: float = 0.0
     tokens: int = 0
-    same_text: int = 0
     speedups: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
+    partings: list[Parting] = field(default_factory=list)
     stats: TalonStats = field(default_factory=TalonStats)
 
 
@@ -71,21 +71,6 @@ def systems(
     return {name: runs.get(name) or tree(name) for name in ("plain", *(n for n in names if n != "plain"))}
 
 
-def logit_gap(model: PreTrainedModel, plain: Tensor, other: Tensor) -> float | None:
-    """Top-1 minus top-2 logit of plain decoding where two greedy texts (1, L) part; None where they don't.
-
-    A gap within the dtype's rounding says that both texts are the model's own: it holds the two tokens for equal.
-    """
-    length = min(plain.shape[1], other.shape[1])
-    differ = (plain[0, :length] != other[0, :length]).nonzero().flatten()
-    if len(differ) == 0:
-        return None
-    with torch.no_grad():
-        logits = model(input_ids=plain[:, : int(differ[0])]).logits[0, -1].float()
-    best = logits.topk(2).values
-    return float(best[0] - best[1])
-
-
 def measure(runs: dict[str, Run], model: PreTrainedModel, prompts: list[Tensor], repeats: int) -> dict[str, Tally]:
     """Runs every system on every prompt, interleaved."""
     names = list(runs)
@@ -101,7 +86,7 @@ def measure(runs: dict[str, Run], model: PreTrainedModel, prompts: list[Tensor],
                 begin = time.perf_counter()
                 last[name] = runs[name](ids)
                 times[name].append(time.perf_counter() - begin)
-        _record(tallies, model, ids.shape[1], times, last)
+        _record(tallies, model, ids, times, last)
         print(f"prompt {number + 1} of {len(prompts)}", end="\r", file=sys.stderr, flush=True)
     return tallies
 
@@ -109,21 +94,20 @@ def measure(runs: dict[str, Run], model: PreTrainedModel, prompts: list[Tensor],
 def _record(
     tallies: dict[str, Tally],
     model: PreTrainedModel,
-    prompt_length: int,
+    ids: Tensor,
     times: dict[str, list[float]],
     last: dict[str, tuple[Tensor, TalonStats | None]],
 ) -> None:
-    plain = last["plain"][0]
-    pace = {name: statistics.median(t) / (last[name][0].shape[1] - prompt_length) for name, t in times.items()}
+    texts = {name: sequences[0, ids.shape[1] :].tolist() for name, (sequences, _) in last.items()}
+    pace = {name: statistics.median(t) / len(texts[name]) for name, t in times.items()}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for name, tally in tallies.items():
-        sequences, stats = last[name]
-        tokens = sequences.shape[1] - prompt_length
-        tally.tokens += tokens
-        tally.seconds += pace[name] * tokens
+        stats = last[name][1]
+        tally.tokens += len(texts[name])
+        tally.seconds += pace[name] * len(texts[name])
         tally.speedups.append(pace["plain"] / pace[name])
-        gap = logit_gap(model, plain, sequences)
-        tally.same_text += gap is None
-        tally.gaps += [] if gap is None else [gap]
+        parting = find_parting(model, inputs, texts["plain"], texts[name])
+        tally.partings += [] if parting is None else [parting]
         if stats is not None:
             tally.stats.add(stats)
 
@@ -142,21 +126,31 @@ def report(tallies: dict[str, Tally], settings: dict[str, Any]) -> None:
         stats = tally.stats
         speedup = statistics.mean(tally.speedups)
         c = stats.seconds.get("draft", 0.0) / stats.draft_steps / plain_step if stats.draft_steps else float("nan")
+        same = count - len(tally.partings)
         print(
             f"{name:8} {tally.tokens / tally.seconds:8.1f} {speedup:8.2f} {min(tally.speedups):6.2f} {stats.tau:5.2f} "
-            f"{stats.delta:6.2f} {c:5.2f} {tally.same_text:5d} of {count}"
+            f"{stats.delta:6.2f} {c:5.2f} {same:5d} of {count}"
         )
         rows[name] = {
             "tokens_per_second": tally.tokens / tally.seconds, "speedup_mean": speedup, "speedups": tally.speedups,
-            "tau": stats.tau, "delta": stats.delta, "c": c, "same_text": tally.same_text, "gaps": tally.gaps,
-            "stats": asdict(stats),
+            "tau": stats.tau, "delta": stats.delta, "c": c, "same_text": same,
+            "partings": [asdict(parting) for parting in tally.partings], "stats": asdict(stats),
         }  # fmt: skip
     for name, tally in tallies.items():
         if tally.stats.batch_rounds:
             print(f"a round of {name}: {_round_times(tally.stats, plain_step)}")
-        if tally.gaps:
-            print(f"{name}: texts part where the two best logits are {max(tally.gaps):.3g} apart or less")
+        if tally.partings:
+            print(f"{name}: {_explained(tally.partings)}")
     print(json.dumps({"settings": settings, "prompts": count, "systems": rows}))
+
+
+def _explained(partings: list[Parting]) -> str:
+    ties = sum(parting.is_tie for parting in partings)
+    gap, moved = (max(values) for values in zip(*((p.gap, p.moved) for p in partings), strict=True))
+    return (
+        f"{len(partings)} texts part from plain's, {ties} of them at a rounding tie: the two tokens' scores at most "
+        f"{gap:.3g} apart, where plain's own logits move by up to {moved:.3g} when it reads the text in one piece"
+    )
 
 
 def _round_times(stats: TalonStats, plain_step: float) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from .drafter import Drafter
 from .generate import generate
 from .pair import TARGET, load_draft, load_target
 from .stats import TalonStats
+from .ties import Parting, find_parting, shared
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # On the CPU every node of a tree costs arithmetic time, so small trees are the fast ones (docs/performance.md).
@@ -225,8 +226,8 @@ def _compare(pair: _Pair, max_new_tokens: int) -> int:
     for system in (pair.plain, pair.talon):
         system(min(max_new_tokens, WARM_UP_TOKENS))
     turns = [(pair.plain(max_new_tokens), pair.talon(max_new_tokens)) for _ in range(PAIRS)]
-    parted = next((turn for turn in turns if turn[0].tokens != turn[1].tokens), None)
-    explained, verdict = (True, "the same text") if parted is None else _difference(pair, *parted)
+    parted = next((turn for turn in turns if turn[0].tokens != turn[1].tokens), turns[0])
+    explained, verdict = _difference(pair, *parted)
     plain, talon = (statistics.median(run.speed for run in runs) for runs in zip(*turns, strict=True))
     ratio = statistics.median(talon.speed / plain.speed for plain, talon in turns)
     print(f"plain generate: {verdict}")
@@ -234,36 +235,23 @@ def _compare(pair: _Pair, max_new_tokens: int) -> int:
     return 0 if explained else 1
 
 
-@torch.no_grad()
 def _difference(pair: _Pair, plain: _Run, talon: _Run) -> tuple[bool, str]:
-    """Whether rounding explains where two texts part, and a sentence that says so with the figures.
-
-    Two logits tie if they are closer than rounding moves them. How far that is, plain decoding shows by itself: its
-    logits there, computed token by token, against those of one forward over the whole text. No tree is involved.
-    """
-    at = _shared(plain.tokens, talon.tokens)
-    same = f"the same for {at} tokens, then different"
+    """Whether rounding explains where two texts part, and a sentence that says so with the figures."""
+    if plain.tokens == talon.tokens:
+        return True, "the same text"
     if pair.sampling["do_sample"]:
-        return True, f"{same}; sampled, where rounding can turn a draw (--dtype float64 rounds less)"
-    if at in (len(plain.tokens), len(talon.tokens)):
+        at = shared(plain.tokens, talon.tokens)
+        return True, (
+            f"the same for {at} tokens, then different; sampled, where rounding can turn a draw (--dtype float64 "
+            "rounds less)"
+        )
+    parting = cast(Parting, find_parting(pair.model, pair.inputs, plain.tokens, talon.tokens))
+    same = f"the same for {parting.at} tokens, then different"
+    if math.isinf(parting.gap):
         return False, f"{same}: one of them ends there"
-    asked = {**pair.inputs, **pair.sampling, "max_new_tokens": at + 1, "return_dict_in_generate": True}
-    output: Any = pair.model.generate(**asked, output_scores=True, output_logits=True)
-    scores, logits = output.scores[at][0].float(), output.logits[at][0].float()
-    whole = pair.model(input_ids=output.sequences[:, :-1]).logits[0, -1].float()
-    ours, theirs = talon.tokens[at], plain.tokens[at]
-    gap, moved = float(scores[theirs] - scores[ours]), float((whole - logits).abs().max())
-    tie = gap <= 2 * moved
-    words = (repr(pair.tokenizer.decode([token])) for token in (theirs, ours))
-    return tie, (
-        f"{same}: plain decoding has {next(words)} {gap:.3g} above {next(words)} there, and its own logits move by up "
-        f"to {moved:.3g} when it reads the text in one piece: {'a rounding tie' if tie else 'rounding is no excuse'}"
+    theirs, ours = (repr(pair.tokenizer.decode([run.tokens[parting.at]])) for run in (plain, talon))
+    return parting.is_tie, (
+        f"{same}: plain decoding has {theirs} {parting.gap:.3g} above {ours} there, and its own logits move by up to "
+        f"{parting.moved:.3g} when it reads the text in one piece: "
+        f"{'a rounding tie' if parting.is_tie else 'rounding is no excuse'}"
     )
-
-
-def _shared(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many first tokens two texts share."""
-    count = 0
-    while count < min(len(left), len(right)) and left[count] == right[count]:
-        count += 1
-    return count

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from models import random_head, tiny_model
+from models import VOCABULARY, random_head, tiny_model
 
-from talon_hf.bench import SYSTEMS, logit_gap, measure, read_prompts, report, systems
+from talon_hf.bench import SYSTEMS, measure, read_prompts, report, systems
 
 NEW = 8
 
@@ -25,19 +26,27 @@ def test_every_system_is_run_compared_and_reported(capsys: pytest.CaptureFixture
     assert list(told["systems"]) == list(SYSTEMS)
     for name, row in told["systems"].items():
         assert row["same_text"] == told["prompts"] == len(row["speedups"]) == 2
-        assert row["gaps"] == []
+        assert row["partings"] == []
         # Prefill's token is of no round.
         assert row["stats"]["emitted"] == (0 if name in ("plain", "lookup") else 2 * (NEW - 1))
 
 
-def test_the_gap_is_taken_where_two_texts_part() -> None:
+def test_a_text_that_parts_is_counted_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_model("llama", eos_token_id=None)
-    text = torch.tensor([[7, 11, 3, 42, 5]])
-    other = text.clone()
-    other[0, 3] = 8
-    best = model(input_ids=text[:, :3]).logits[0, -1].float().topk(2).values
-    assert logit_gap(model, text, other) == pytest.approx(float(best[0] - best[1]))
-    assert logit_gap(model, text, text) is None
+    runs = systems(model, random_head(model, seed=3), NEW, ["plain", "talon"], {})
+
+    def wrong(ids: torch.Tensor) -> Any:
+        sequences, stats = runs["talon"](ids)
+        sequences[0, -1] = (sequences[0, -1] + 1) % VOCABULARY
+        return sequences, stats
+
+    report(measure({**runs, "talon": wrong}, model, [torch.tensor([[7, 11, 3, 42]])], repeats=1), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert next(line for line in printed if line.startswith("talon ")).endswith("0 of 1")
+    assert any(line.startswith("talon: 1 texts part from plain's, 0 of them at a rounding tie") for line in printed)
+    (parting,) = json.loads(printed[-1])["systems"]["talon"]["partings"]
+    assert parting["at"] == NEW - 1
+    assert parting["gap"] > 2 * parting["moved"]
 
 
 def test_a_folder_without_questions_is_named(tmp_path: Path) -> None:
