@@ -197,7 +197,7 @@ class EagleSession:
         valid, positions = commit.valid.to(device), commit.positions.to(device)
         features = self._head.fc(commit.features.to(device, self._head.dtype))
         mask = self._commit_mask(valid)
-        outputs = self._forward(_following_tokens(commit).to(device), features, positions, mask)
+        outputs = self._forward(_following_tokens(commit), features, positions, mask)
         self._cache.keep([row.nonzero().flatten().tolist() for row in valid])
         self._warn_beyond_training()
         last = (valid * torch.arange(1, valid.shape[1] + 1, device=device)).argmax(dim=1, keepdim=True)
@@ -209,14 +209,14 @@ class EagleSession:
     def extend(self, tokens: Tensor, parents: Tensor, valid: Tensor) -> Tensor:
         """Appends a frontier behind its parents; log-probs of its nodes' children."""
         rows, width = tokens.shape
-        tokens, parents = tokens.to(self._head.device), parents.to(self._head.device)
-        index = parents.unsqueeze(2)
+        device = self._head.device
+        index = parents.to(device).unsqueeze(2)
         features = self._outputs.gather(1, index.expand(-1, -1, self._outputs.shape[2]))
         above = self._ancestry.gather(1, index.expand(-1, -1, self._ancestry.shape[2]))
-        itself = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+        itself = torch.eye(width, dtype=torch.bool, device=device).expand(rows, -1, -1)
         self._ancestry = torch.cat([above, itself], dim=2)
         self._positions = self._positions + 1
-        committed = self._cache.visible(tokens.device).unsqueeze(1).expand(-1, width, -1)
+        committed = self._cache.visible(device).unsqueeze(1).expand(-1, width, -1)
         mask = torch.cat([committed, self._ancestry], dim=2).unsqueeze(1)
         self._outputs = self._forward(tokens, features, self._positions.expand(-1, width), mask)
         return self._head.log_probs(self._outputs)
