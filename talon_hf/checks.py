@@ -6,9 +6,15 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
-from .compat import configs_keep_unset_fields, inverts_tree_masks
+from .compat import (
+    configs_keep_unset_fields,
+    inverts_tree_masks,
+    makes_own_positions,
+    takes_flat_masks_only,
+    takes_no_mask_by_layer,
+)
 from .masks import layer_windows
 
 PLAIN = "Call `generate` without `custom_generate` for it."
@@ -28,9 +34,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "assistant_early_exit": ((None,), "Leave it out: `assistant_model` drafts here."),
     "use_mtp": ((None, False), "Leave it out: `assistant_model` drafts here."),
     "speculation_type": ((None,), "Leave it out: `assistant_model` drafts here."),
-    "negative_prompt_ids": ((None,), f"Classifier-free guidance runs a second prompt beside the tree. {PLAIN}"),
-    "negative_prompt_attention_mask": ((None,), f"Classifier-free guidance runs a second prompt. {PLAIN}"),
-    "guidance_scale": ((None, 1), f"Classifier-free guidance runs a second prompt beside the tree. {PLAIN}"),
     "output_attentions": ((None, False), f"Attentions of a tree forward are not those of plain decoding. {PLAIN}"),
     "output_hidden_states": ((None, False), f"Hidden states of drafted nodes would be mixed in. {PLAIN}"),
     "assistant_tokenizer": ((None,), "Leave it out: the drafter must have the model's vocabulary."),
@@ -89,6 +92,8 @@ def check_padding(inputs: Mapping[str, Any]) -> None:
 def refuse_target(model: PreTrainedModel) -> None:
     """Raises ValueError for a model whose forward cannot verify a tree."""
     name = type(model).__name__
+    if not isinstance(model, GenerationMixin):
+        raise ValueError(f"TALON decodes through transformers' `generate`, which {name} does not have.")
     if model.config.is_encoder_decoder:
         raise ValueError(f"TALON drafts for decoder-only models; {name} is an encoder-decoder. {PLAIN}")
     if model._is_stateful:
@@ -108,9 +113,28 @@ def refuse_target(model: PreTrainedModel) -> None:
             f"TALON cannot verify a draft tree on {name}: its forward takes no `position_ids`, so nodes of one depth "
             f"could not share a position. {PLAIN}"
         )
+    if takes_flat_masks_only(model):
+        raise ValueError(
+            f"TALON cannot verify a draft tree on {name} in this version of transformers, in which it takes no 4D "
+            f"attention mask. Upgrade to transformers 5.17 or newer. {PLAIN}"
+        )
     if inverts_tree_masks(model):
         raise ValueError(
             f"TALON cannot verify a draft tree on {name} in this version of transformers, which reads 4D attention "
             f"masks the other way round. Upgrade to transformers 5.17 or newer. {PLAIN}"
         )
-    layer_windows(model.config)
+    if makes_own_positions(model):
+        raise ValueError(
+            f"TALON cannot verify a draft tree on {name}: its forward numbers positions itself, and the nodes of a "
+            f"tree need theirs. {PLAIN}"
+        )
+    if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":  # Dory
+        raise ValueError(
+            f"TALON cannot verify a draft tree on {name}: with `recurrent_kv_cache_mode` 'last_loop' what a token "
+            f"sees depends on which tokens are read together. {PLAIN}"
+        )
+    if len(layer_windows(model.config)) > 1 and takes_no_mask_by_layer(model):
+        raise ValueError(
+            f"TALON cannot verify a draft tree on {name}: its layers see different windows, and it takes one mask for "
+            f"all of them. {PLAIN}"
+        )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 TRANSFORMERS = Version(transformers.__version__)
 
@@ -35,9 +35,41 @@ def inverts_tree_masks(model: PreTrainedModel) -> bool:
     return model.config.model_type == "xglm" and hasattr(code, "_prepare_4d_causal_attention_mask")
 
 
+def takes_flat_masks_only(model: PreTrainedModel) -> bool:
+    """Whether the model takes no 4D mask: CTRL some time before 5.17, BERT and its kin before 5.0."""
+    if model.config.model_type == "ctrl":
+        return Version("5.17") > TRANSFORMERS
+    forward = type(model.base_model).forward
+    return Version("5.0") > TRANSFORMERS and "get_extended_attention_mask" in inspect.getsource(forward)
+
+
 def eager_masks_by_column(model: PreTrainedModel) -> bool:
     """Whether eager attention adds a causal mask over as many columns as there are positions, too few for a tree."""
     return model.config.model_type == "gpt2" and Version("5.17") > TRANSFORMERS
+
+
+def rope_parameters(text: PretrainedConfig) -> list[dict[str, Any]]:
+    """The rotary parameters of a text config, one dict for each kind of layer: called "rope_scaling" before 5.0."""
+    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    nested = [parameters for parameters in found.values() if isinstance(parameters, dict)]
+    return nested or [found]
+
+
+def longrope_limit(text: PretrainedConfig, parameters: dict[str, Any]) -> int:
+    """The longest text that longrope's short factors serve; before 5.0 the parameters had no say in it."""
+    if hasattr(text, "rope_parameters"):
+        return parameters["original_max_position_embeddings"]
+    return getattr(text, "original_max_position_embeddings", text.max_position_embeddings)
+
+
+def makes_own_positions(model: PreTrainedModel) -> bool:
+    """Whether the model's forward counts positions from another start than `generate` does, and is told none by it."""
+    return model.config.model_type in ("kosmos-2.5", "xlm")
+
+
+def takes_no_mask_by_layer(model: PreTrainedModel) -> bool:
+    """Whether the model makes a mask for each layer type itself, and cannot be given them: PaliGemma 2."""
+    return model.config.model_type == "paligemma"
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
@@ -76,6 +108,13 @@ def processor_for_row(processor: Any, row: int, rows: int) -> Any:
         else:
             source = row * processor.batch_size // rows
             narrowed.generated_ngrams, narrowed.batch_size = [processor.generated_ngrams[source]], 1
+        return narrowed
+    if name == "UnbatchedClassifierFreeGuidanceLogitsProcessor":
+        narrowed, context = copy.copy(processor), processor.unconditional_context
+        narrowed.unconditional_context = {
+            key: value[row * len(value) // rows][None] if isinstance(value, torch.Tensor) else value
+            for key, value in context.items()
+        }
         return narrowed
     if isinstance(padding := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
         # RepetitionPenaltyLogitsProcessor of 5.24: how much of each row is padding.

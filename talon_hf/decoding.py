@@ -17,6 +17,7 @@ from .candidates import TalonCandidateGenerator
 from .compat import cache_output_field
 from .config import TalonConfig
 from .drafter import Commit, Drafter
+from .positions import are_read_alike, refuse_crossing
 from .sampling import Picker
 from .stats import TalonStats
 from .target import Scores, Target
@@ -59,6 +60,7 @@ def talon_decode(
     """
     config = TalonConfig.resolve(options, vars(generation_config))
     rows = list(range(len(input_ids)))
+    refuse_crossing(model, _lengths(input_ids, model_kwargs), generation_config.max_length, config.node_budget)
     stats = TalonStats()
     capacity = generation_config.max_length + config.node_budget if preallocate else 0
     generator, target, turn = _start(model, drafter, config, input_ids, capacity, model_kwargs)
@@ -68,7 +70,7 @@ def talon_decode(
 
     with stats.timed("total"):
         with stats.timed("prefill"):
-            scores, commit = _prefill(target, input_ids, turn, model_kwargs)
+            scores, commit = prefill(target, input_ids, turn, model_kwargs)
         tree = DraftTree.from_roots(input_ids[:, -1])
         walk(tree, scores.logits, rows, picker, transcript)  # prefill's own token: no tree, no round
         while not all(transcript.finished):
@@ -100,7 +102,7 @@ def _start(
     """The drafting and the verifying side of a call, and the turn that it goes on with."""
     cache = model_kwargs.pop("cache", None) or model_kwargs.pop("past_key_values", None)
     turn = resumable(cache, drafter, input_ids, model_kwargs.get("attention_mask"))
-    if turn is None:
+    if turn is None or not are_read_alike(model.config, turn.tokens.shape[1], input_ids.shape[1]):
         generator = TalonCandidateGenerator(drafter, model, config, rows=len(input_ids))
         return generator, Target(model, generator.spec, TreeCache(len(input_ids), capacity)), None
     # The turn goes with its call: if this one breaks off half-way, the cache can still be read anew, not gone on with.
@@ -109,10 +111,16 @@ def _start(
     return generator, Target(model, generator.spec, cache, turn.next_positions), turn
 
 
-def _prefill(
+def _lengths(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
+    """Per row, the prompt's tokens without the padding."""
+    mask = model_kwargs.get("attention_mask")
+    return (torch.ones_like(input_ids) if mask is None else mask).sum(dim=1).tolist()
+
+
+def prefill(
     target: Target, input_ids: Tensor, turn: Turn | None, model_kwargs: dict[str, Any]
 ) -> tuple[Scores, Commit]:
-    """Reads the prompt, or what a turn lacks of it; the commit still lacks its roots."""
+    """Reads the prompt (B, L), or what a turn lacks of it; the commit still lacks its roots."""
     ours = ("use_cache", "logits_to_keep", "cache", "past_key_values", "cache_position")
     inputs = {name: value for name, value in model_kwargs.items() if name not in ours}
     attention_mask = inputs.pop("attention_mask", None)

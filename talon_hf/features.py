@@ -20,9 +20,11 @@ from .drafter import FeatureSpec
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The stack of decoder layers, whatever the architecture calls it."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
+    # Some models call their output layer the decoder.
+    for root in (model.get_decoder(), model.base_model):
+        for module in root.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
     raise ValueError(
         f"{type(model).__name__} keeps its decoder layers where TALON does not find them, so their inputs cannot be "
         "read for an EAGLE-3 head. Call `generate` without `custom_generate`."

@@ -30,6 +30,7 @@ from .compat import cache_keyword  # noqa: F401
 from .features import features_of  # noqa: F401
 from .masks import tree_masks  # noqa: F401
 from .policies import TreePolicy  # noqa: F401
+from .positions import refuse_crossing  # noqa: F401
 from .sampling import Picker  # noqa: F401
 from .stats import TalonStats  # noqa: F401
 from .target import Target  # noqa: F401
@@ -64,6 +65,7 @@ def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: 
         ValueError: an argument, a model or a drafter that TALON cannot serve; nothing has been generated then.
     """
     model = _unwrapped(model)
+    refuse_target(model)
     hub = {name: kwargs.pop(name, None) for name in HUB_ARGUMENTS}
     options = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(PREFIX)}
     tokenizer = kwargs.pop("tokenizer", None)
@@ -74,7 +76,6 @@ def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: 
     given = [kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
     check_cache(given[0] if given else None, taken["cache_implementation"])
     check_padding(kwargs)
-    refuse_target(model)
     TalonConfig.resolve(
         options, vars(kwargs.get("generation_config") or model.generation_config), vars(model.generation_config)
     )

@@ -89,14 +89,27 @@ class Target:
         places = (valid.long().cumsum(dim=1) - 1 + max(self.cache.committed)).masked_fill(~valid, 1)
         positions = inputs.pop("position_ids", None)
         positions = places if positions is None else positions
-        last = {"logits_to_keep": 1} if self._keeps_logits else {}
+        last = {"logits_to_keep": self._last_logits(input_ids)} if self._keeps_logits else {}
         # Some models add their offset to the positions in place.
         self.next_positions = positions[..., -1] + 1
         scores = self._forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=positions.clone(), **last, **inputs
         )
+        if self.cache.get_seq_length() != max(self.cache.committed) + input_ids.shape[1]:
+            raise ValueError(
+                f"TALON cannot verify a draft tree on {type(self.model).__name__}: it does not keep its keys and "
+                "values in the cache that it is given. Call `generate` without `custom_generate`."
+            )
         self.cache.keep([row.nonzero().flatten().tolist() for row in valid])
         return Scores(scores.logits[:, -1:], scores.features), places, valid
+
+    def _last_logits(self, input_ids: Tensor) -> int | Tensor:
+        """What to keep of a prompt's logits."""
+        text: Any = self.model.config.get_text_config(decoder=True)
+        if self._spec.boundaries and getattr(text, "num_kv_shared_layers", None):
+            # For a number, Gemma 4 hands its last layers nothing but those positions; a drafter may read all of them.
+            return torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
+        return 1
 
     def score(self, tree: DraftTree) -> Scores:
         """Logits and features at every node of the trees, in one forward. `keep` must follow before the next call."""

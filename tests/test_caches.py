@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from models import drafter_zoo, random_head, tiny_model
+from calls import NEW, PROMPT, plain, sequences, talon
+from models import random_head, tiny_model
 from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from talon_hf import EagleDraft, generate
+from talon_hf import EagleDraft
 from talon_hf.cache import TreeLayer
 from talon_hf.compat import cache_keyword
 from talon_hf.target import tree_attention
 
 pytestmark = pytest.mark.conformance
-
-NEW = 24
-PROMPT = torch.tensor([[7, 11, 3, 42, 5, 9, 23]])
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -32,37 +32,20 @@ def head(model: Any) -> EagleDraft:
     return random_head(model, seed=3)
 
 
-def plain(model: Any, new: int = NEW) -> list[int]:
-    mask = torch.ones_like(PROMPT)
-    return model.generate(PROMPT, attention_mask=mask, max_new_tokens=new, do_sample=False)[0].tolist()
-
-
-def talon(model: Any, head: Any, new: int = NEW, **options: Any) -> Any:
-    options = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": new, "do_sample": False, **options}
-    return generate(PROMPT, model=model, assistant_model=head, **options)
-
-
 @pytest.mark.parametrize("name", ["static", "dynamic", None])
 @pytest.mark.parametrize("where", ["argument", "config", "model"])
 def test_cache_implementations_that_a_tree_can_use(
     model: Any, head: EagleDraft, name: str | None, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = plain(model)
-    options: dict[str, Any] = {}
+    want = plain(model, PROMPT, max_new_tokens=NEW)
+    options: dict[str, Any] = {"max_new_tokens": NEW}
     if where == "argument":
         options["cache_implementation"] = name
     elif where == "config":
-        options = {"generation_config": GenerationConfig(cache_implementation=name, max_new_tokens=NEW)}
-        options |= {"max_new_tokens": None, "do_sample": None}
+        options = {"generation_config": GenerationConfig(cache_implementation=name, **options)}
     else:
         monkeypatch.setattr(model.generation_config, "cache_implementation", name)
-    if where == "config":
-        options["generation_config"].do_sample = False
-        options = {"generation_config": options["generation_config"]}
-        got = generate(PROMPT, model=model, assistant_model=head, attention_mask=torch.ones_like(PROMPT), **options)
-    else:
-        got = talon(model, head, **options)
-    assert got[0].tolist() == want
+    assert sequences(talon(model, PROMPT, head, **options)) == want.tolist()
     if where == "model":
         assert model.generation_config.cache_implementation == name
 
@@ -80,9 +63,9 @@ def test_static_is_allocated_once_and_holds_the_last_tree(
         grow(self, states, capacity)
 
     monkeypatch.setattr(TreeLayer, "_grow", spy)
-    want = plain(model, new)
-    drafter = drafter_zoo([want], model)["good"]
-    assert talon(model, drafter, new, cache_implementation="static")[0].tolist() == want
+    want = plain(model, PROMPT, max_new_tokens=new)
+    out = talon(model, PROMPT, "good", want, max_new_tokens=new, cache_implementation="static")
+    assert sequences(out) == want.tolist()
     assert grown == [PROMPT.shape[1] + new + 60] * model.config.num_hidden_layers
 
 
@@ -91,32 +74,34 @@ def test_no_static_cache_is_built_beside_ours(model: Any, head: EagleDraft, monk
         raise AssertionError("built")
 
     monkeypatch.setattr(StaticCache, "__init__", forbidden)
-    talon(model, head, 4, cache_implementation="static")
+    talon(model, PROMPT, head, max_new_tokens=4, cache_implementation="static")
 
 
 @pytest.mark.parametrize("name", ["offloaded", "quantized", "offloaded_static", "paged", "nonsense"])
 def test_other_cache_implementations_are_refused_by_name(model: Any, head: EagleDraft, name: str) -> None:
     with pytest.raises(ValueError, match=f"`cache_implementation` '{name}'.*Leave it out"):
-        talon(model, head, cache_implementation=name)
+        talon(model, PROMPT, head, max_new_tokens=NEW, cache_implementation=name)
 
 
 def test_an_empty_cache_is_taken_and_the_one_to_pass_on_is_returned(model: Any, head: EagleDraft) -> None:
-    out = talon(model, head, return_dict_in_generate=True, **{cache_keyword(model): DynamicCache()})
-    assert out.sequences[0].tolist() == plain(model)
+    options = {"return_dict_in_generate": True, cache_keyword(model): DynamicCache()}
+    out = talon(model, PROMPT, head, max_new_tokens=NEW, **options)
+    assert sequences(out) == sequences(plain(model, PROMPT, max_new_tokens=NEW))
     assert out.past_key_values.get_seq_length() == PROMPT.shape[1] + NEW - 1
 
 
 def test_a_filled_cache_of_another_kind_gives_the_right_text(model: Any, head: EagleDraft) -> None:
     cache = DynamicCache()
     model(input_ids=PROMPT[:, :-1], **{cache_keyword(model): cache})
-    assert talon(model, head, **{cache_keyword(model): cache})[0].tolist() == plain(model)
+    out = talon(model, PROMPT, head, max_new_tokens=NEW, **{cache_keyword(model): cache})
+    assert sequences(out) == sequences(plain(model, PROMPT, max_new_tokens=NEW))
 
 
 def test_an_offloaded_cache_is_refused(model: Any, head: EagleDraft) -> None:
     cache = DynamicCache()
     cache.offloading = True
     with pytest.raises(ValueError, match="offloaded or quantised"):
-        talon(model, head, **{cache_keyword(model): cache})
+        talon(model, PROMPT, head, max_new_tokens=NEW, **{cache_keyword(model): cache})
 
 
 @pytest.mark.parametrize(
@@ -133,13 +118,35 @@ def test_attention_that_takes_no_tree_mask_is_switched_for_tree_forwards(
         assert tree_attention(tiny) == supported
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_flex_attention_reads_the_prompt(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, since torch's kernel of it for the CPU does not compile for every shape."""
+    options = {"eos_token_id": None, "dtype": torch.float32, "head_dim": 16}
+    want = plain(tiny_model(family, **options), PROMPT, max_new_tokens=NEW)
+    flex = tiny_model(family, attn_implementation="flex_attention", **options)
+    queries: list[int] = []
+    attend = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+
+    def spy(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        queries.append(query.shape[2])
+        return attend(module, query, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flex_attention", spy)
+    with torch.compiler.set_stance("force_eager"):
+        for drafter in ("good", random_head(flex, seed=3)):
+            queries.clear()
+            assert sequences(talon(flex, PROMPT, drafter, want, max_new_tokens=NEW)) == want.tolist()
+            assert queries == [PROMPT.shape[1]] * flex.config.num_hidden_layers
+    assert flex.config._attn_implementation == "flex_attention"
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_eager_and_sdpa_give_plain_generates_text(attention: str) -> None:
     tiny = tiny_model("mistral", eos_token_id=None, attn_implementation=attention)
     assert tiny.config._attn_implementation == attention
-    want = plain(tiny)
-    for drafter in (random_head(tiny, seed=3), drafter_zoo([want], tiny)["good"]):
-        assert talon(tiny, drafter)[0].tolist() == want
+    want = plain(tiny, PROMPT, max_new_tokens=NEW)
+    for name in ("random", "good"):
+        assert sequences(talon(tiny, PROMPT, name, want, max_new_tokens=NEW)) == want.tolist()
 
 
 def test_an_async_streamer_gets_the_text(model: Any, head: EagleDraft) -> None:
@@ -151,10 +158,11 @@ def test_an_async_streamer_gets_the_text(model: Any, head: EagleDraft) -> None:
 
     async def read() -> str:
         streamer = transformers.AsyncTextIteratorStreamer(Numbers(), skip_prompt=True, timeout=60)
-        work = asyncio.get_running_loop().run_in_executor(None, lambda: talon(model, head, streamer=streamer))
+        call = partial(talon, model, PROMPT, head, max_new_tokens=NEW, streamer=streamer)
+        work = asyncio.get_running_loop().run_in_executor(None, call)
         pieces = [piece async for piece in streamer]
         await work
         return "".join(pieces)
 
-    new = plain(model)[PROMPT.shape[1] :]
+    new = plain(model, PROMPT, max_new_tokens=NEW)[0, PROMPT.shape[1] :].tolist()
     assert asyncio.run(read()) == "".join(f"{token}\n" for token in new)

@@ -10,6 +10,7 @@ import torch
 import transformers
 from calls import BATCH, BATCH_MASK, NEW, PROMPT, Recorder, Seen, letter_tokenizer, plain, sequences, talon
 from models import random_head, tiny_model
+from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from talon_hf import EagleDraft, TalonConfig, generate
@@ -30,9 +31,6 @@ ASKED: dict[str, tuple[Any, str]] = {
     "assistant_early_exit": (4, "4"),
     "use_mtp": (True, "True"),
     "speculation_type": ("dflash", "'dflash'"),
-    "negative_prompt_ids": (PROMPT, "a Tensor"),
-    "negative_prompt_attention_mask": (torch.ones_like(PROMPT), "a Tensor"),
-    "guidance_scale": (1.5, "1.5"),
     "output_attentions": (True, "True"),
     "output_hidden_states": (True, "True"),
     "assistant_tokenizer": (letter_tokenizer(), "a "),
@@ -64,7 +62,7 @@ def refusal(model: PreTrainedModel, **options: Any) -> str:
 
 def test_every_refused_argument_is_tested() -> None:
     assert not set(REFUSED) - set(ASKED)
-    assert {"num_beams", "penalty_alpha", "use_cache", "guidance_scale"} <= set(IN_CONFIGS)
+    assert {"num_beams", "penalty_alpha", "use_cache", "output_attentions"} <= set(IN_CONFIGS)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -207,6 +205,22 @@ def test_a_model_that_cannot_verify_a_tree_is_refused(name: str) -> None:
     assert name.removesuffix("ForCausalLM") in message
     assert why in message
     assert "Call `generate` without `custom_generate`" in message
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5"), reason="the config differs")
+def test_a_model_that_takes_one_mask_for_all_windows_is_refused() -> None:
+    text = {**SIZES, "model_type": "gemma2", "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, image_token_id=49)
+    with torch.device("meta"):
+        model = transformers.PaliGemmaForConditionalGeneration(config)
+    assert "its layers see different windows, and it takes one mask for all of them" in refusal(model.eval())
+
+
+def test_a_model_without_generate_is_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.BertModel(transformers.BertConfig(**SIZES, intermediate_size=48))
+    assert "`generate`, which BertModel does not have" in refusal(model.eval())
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from calls import NEW, PROMPT, plain, sequences, talon
 from models import random_head, tiny_model
 from transformers import DynamicCache, StaticCache
 
-from talon_hf import EagleDraft, generate
+from talon_hf import EagleDraft
 from talon_hf.compat import cache_keyword, cache_output_field
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "compatibility.md"
-NEW = 16
-PROMPT = torch.tensor([[7, 11, 3, 42, 5, 9, 23]])
+OPTIONS: dict[str, Any] = {"max_new_tokens": NEW, "return_dict_in_generate": True}
 
 # The page ------------------------------------------------------------------------------------------------------------
 
@@ -81,22 +81,13 @@ def head(model: Any) -> EagleDraft:
     return random_head(model, seed=3)
 
 
-def plain(model: Any, ids: torch.Tensor = PROMPT) -> list[list[int]]:
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False).tolist()
-
-
-def talon(model: Any, head: Any, ids: torch.Tensor = PROMPT, **options: Any) -> Any:
-    options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
-    return generate(ids, model=model, assistant_model=head, return_dict_in_generate=True, **options)
-
-
 @pytest.mark.conformance
 def test_a_batch_returns_no_cache(model: Any, head: EagleDraft) -> None:
     ids = torch.cat([PROMPT, PROMPT + 1])
-    out = talon(model, head, ids)
-    assert out.sequences.tolist() == plain(model, ids)
+    out = talon(model, ids, head, **OPTIONS)
+    assert sequences(out) == sequences(plain(model, ids, max_new_tokens=NEW))
     assert out.get(cache_output_field()) is None
-    assert talon(model, head).get(cache_output_field()) is not None
+    assert talon(model, PROMPT, head, **OPTIONS).get(cache_output_field()) is not None
 
 
 @pytest.mark.conformance
@@ -111,8 +102,8 @@ def test_a_cache_of_another_kind_is_neither_read_nor_filled(
     if filled:
         with torch.no_grad():
             model(input_ids=PROMPT[:, :filled] + 3, **{cache_keyword(model): cache})
-    out = talon(model, head, **{cache_keyword(model): cache})
-    assert out.sequences.tolist() == plain(model)
+    out = talon(model, PROMPT, head, **OPTIONS, **{cache_keyword(model): cache})
+    assert sequences(out) == sequences(plain(model, PROMPT, max_new_tokens=NEW))
     assert int(cache.get_seq_length()) == filled
     assert out[cache_output_field()] is not cache
     assert out[cache_output_field()].get_seq_length() == length - 1
@@ -124,11 +115,11 @@ def test_a_cache_of_another_kind_is_neither_read_nor_filled(
 def test_names_of_other_caches_that_keep_everything_are_taken(
     model: Any, head: EagleDraft, name: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = plain(model)
+    want = plain(model, PROMPT, max_new_tokens=NEW)
     if where == "config":
         monkeypatch.setattr(model.generation_config, "cache_implementation", name)
     options = {"cache_implementation": name} if where == "argument" else {}
-    assert talon(model, head, **options).sequences.tolist() == want
+    assert sequences(talon(model, PROMPT, head, **OPTIONS, **options)) == want.tolist()
 
 
 def test_a_quantised_cache_is_refused(model: Any, head: EagleDraft) -> None:
@@ -136,4 +127,4 @@ def test_a_quantised_cache_is_refused(model: Any, head: EagleDraft) -> None:
         """In the place of `QuantizedCache`, which needs a backend to be made."""
 
     with pytest.raises(ValueError, match="QuantizedStandIn that is offloaded or quantised"):
-        talon(model, head, **{cache_keyword(model): QuantizedStandIn()})
+        talon(model, PROMPT, head, **OPTIONS, **{cache_keyword(model): QuantizedStandIn()})

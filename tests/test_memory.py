@@ -72,17 +72,15 @@ def test_a_batch_of_sixteen_trees_of_sixty_nodes_stays_within_the_stated_bound()
 
 def test_a_text_beyond_the_heads_positions_is_right_and_warns_once() -> None:
     import torch
+    from calls import NEW, plain, sequences, talon
     from models import random_head, tiny_model
-
-    from talon_hf import generate
 
     model = tiny_model("llama", eos_token_id=None)
     head = random_head(model, seed=3)
     object.__setattr__(head.config, "max_position_embeddings", 16)
     ids = torch.arange(3, 17).unsqueeze(0)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
-    want = model.generate(ids, **options)
+    want = plain(model, ids, max_new_tokens=NEW)
     with pytest.warns(UserWarning, match="16 positions") as caught:
-        got = generate(ids, model=model, assistant_model=head, **options)
-    assert got.tolist() == want.tolist()
+        out = talon(model, ids, head, max_new_tokens=NEW)
+    assert sequences(out) == want.tolist()
     assert len([w for w in caught if "16 positions" in str(w.message)]) == 1

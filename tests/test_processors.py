@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from calls import NEW, PROMPT, padded, plain, sequences, talon
 from models import VOCABULARY, drafter_zoo, tiny_model
 from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
-from talon_hf import generate
-
 pytestmark = pytest.mark.conformance
 
-NEW = 16
-PROMPT = torch.tensor([[7, 11, 3, 42, 5, 9, 23]])
 ROWS = [[7, 11, 3, 42, 5, 9, 23], [5, 9, 23], [33, 4, 18, 21, 40]]
 
 
@@ -62,6 +59,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 if hasattr(GenerationConfig(), "top_h"):
     SAMPLED["top_h"] = {"top_h": 0.5}
+# A small budget, so that trees leave candidates out.
+OPTIONS: dict[str, Any] = {"max_new_tokens": NEW, "talon_node_budget": 12}
 CASES = [pytest.param({"do_sample": False, **options}, id=name) for name, options in GREEDY.items()]
 CASES += [pytest.param({"do_sample": True, "top_k": 0, **options}, id=name) for name, options in SAMPLED.items()]
 
@@ -71,46 +70,73 @@ def model() -> Any:
     return tiny_model("llama", eos_token_id=None)
 
 
-def plain(model: Any, ids: torch.Tensor, **options: Any) -> list[int]:
-    torch.manual_seed(5)
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **options)[0].tolist()
-
-
-def talon(model: Any, ids: torch.Tensor, drafter: Any, **options: Any) -> Any:
-    torch.manual_seed(5)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "talon_node_budget": 12, **options}
-    return generate(ids, model=model, assistant_model=drafter, **options)
-
-
 @pytest.mark.parametrize("options", CASES)
 def test_processor_gives_plain_generates_tokens(model: Any, options: dict[str, Any]) -> None:
-    want = plain(model, PROMPT, **options)
-    zoo = drafter_zoo([want], model)
+    want = plain(model, PROMPT, max_new_tokens=NEW, **options)
     for name in ("perfect", "good", "adversarial"):
-        assert talon(model, PROMPT, zoo[name], **options)[0].tolist() == want, name
-    base = {"do_sample": options["do_sample"], "top_k": 0} if options["do_sample"] else {"do_sample": False}
+        assert sequences(talon(model, PROMPT, name, want, **OPTIONS, **options)) == want.tolist(), name
+    base = {"do_sample": True, "top_k": 0} if options["do_sample"] else {}
     if not {"renormalize_logits", "remove_invalid_values"} & set(options):
-        assert want != plain(model, PROMPT, **base), "the processor changes nothing here, so nothing was tested"
+        unprocessed = plain(model, PROMPT, max_new_tokens=NEW, **base)
+        assert want.tolist() != unprocessed.tolist(), "the processor changes nothing here, so nothing was tested"
 
 
 @pytest.mark.parametrize("options", [case for case in CASES if case.values[0]["do_sample"] is False])
 def test_processor_treats_each_row_of_a_batch_as_plain_generate_does(model: Any, options: dict[str, Any]) -> None:
-    longest = max(map(len, ROWS))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in ROWS])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ROWS])
-    want = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **options).tolist()
-    zoo = drafter_zoo([[t for t, m in zip(row, [1] * 99, strict=False) if m] for row in want], model)
-    got = talon(model, ids, zoo["good"], attention_mask=mask, **options).tolist()
-    assert got == want
-    unpadded = [row[longest - len(prompt) :] for row, prompt in zip(want, ROWS, strict=True)]
-    assert talon(model, ids, drafter_zoo(unpadded, model)["good"], attention_mask=mask, **options).tolist() == want
+    ids, mask = padded(ROWS)
+    want = plain(model, ids, attention_mask=mask, max_new_tokens=NEW, **options)
+    # The drafter that expects the padding in the text knows the longest row alone.
+    for drafter in (drafter_zoo(want.tolist(), model)["good"], "good"):
+        out = talon(model, ids, drafter, want, attention_mask=mask, **OPTIONS, **options)
+        assert sequences(out) == want.tolist()
 
 
 def test_a_forced_bos_follows_a_prompt_of_one_token(model: Any) -> None:
-    ids, options = torch.tensor([[7]]), {"do_sample": False, "forced_bos_token_id": 4}
-    want = plain(model, ids, **options)
-    assert want[1] == 4
-    assert talon(model, ids, drafter_zoo([want], model)["good"], **options)[0].tolist() == want
+    ids = torch.tensor([[7]])
+    want = plain(model, ids, max_new_tokens=NEW, forced_bos_token_id=4)
+    assert want[0, 1] == 4
+    assert sequences(talon(model, ids, "good", want, forced_bos_token_id=4, **OPTIONS)) == want.tolist()
+
+
+NEGATIVE = [[9, 8, 7], [4, 4], [11]]
+GUIDED: dict[str, list[str]] = {
+    "the last token alone": [],
+    "negative prompts": ["negative_prompt_ids"],
+    "masked negative prompts": ["negative_prompt_ids", "negative_prompt_attention_mask"],
+}
+
+
+def guidance(rows: int, arguments: list[str]) -> dict[str, Any]:
+    given = dict(zip(("negative_prompt_ids", "negative_prompt_attention_mask"), padded(NEGATIVE[:rows]), strict=True))
+    return {"guidance_scale": 1.7, **{name: given[name] for name in arguments}}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("arguments", GUIDED.values(), ids=GUIDED)
+def test_guidance_gives_plain_generates_tokens(model: Any, arguments: list[str], do_sample: bool) -> None:
+    options = {"do_sample": do_sample, **guidance(1, arguments)}
+    want = plain(model, PROMPT, max_new_tokens=NEW, **options)
+    for name in ("perfect", "adversarial"):
+        assert sequences(talon(model, PROMPT, name, want, **OPTIONS, **options)) == want.tolist()
+    assert want.tolist() != sequences(plain(model, PROMPT, max_new_tokens=NEW, do_sample=do_sample))
+
+
+@pytest.mark.parametrize("arguments", GUIDED.values(), ids=GUIDED)
+def test_guidance_treats_each_row_of_a_batch_as_plain_generate_does(model: Any, arguments: list[str]) -> None:
+    ids, mask = padded(ROWS)
+    options = {"attention_mask": mask, **guidance(len(ROWS), arguments)}
+    want = plain(model, ids, max_new_tokens=NEW, **options)
+    assert sequences(talon(model, ids, "good", want, **OPTIONS, **options)) == want.tolist()
+
+
+def test_guidance_runs_one_unconditional_forward_for_each_token(model: Any) -> None:
+    want = plain(model, PROMPT, max_new_tokens=NEW, guidance_scale=1.7)
+    forwards: list[None] = []
+    handle = model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    out = talon(model, PROMPT, "perfect", want, guidance_scale=1.7, return_dict_in_generate=True, **OPTIONS)
+    handle.remove()
+    assert len(forwards) == 1 + out.talon_stats.batch_rounds + NEW
+    assert out.talon_stats.batch_rounds < NEW / 2
 
 
 class Counting(LogitsProcessor):
@@ -127,28 +153,23 @@ class Counting(LogitsProcessor):
 
 def test_a_stateful_processor_is_called_once_per_emitted_token_in_order(model: Any) -> None:
     ours, theirs = Counting(), Counting()
-    want = plain(model, PROMPT, do_sample=False, logits_processor=LogitsProcessorList([theirs]))
-    drafter = drafter_zoo([want], model)["good"]
-    got = talon(model, PROMPT, drafter, do_sample=False, logits_processor=LogitsProcessorList([ours]))
-    assert got[0].tolist() == want
-    assert ours.prefixes == theirs.prefixes == [want[: PROMPT.shape[1] + step] for step in range(NEW)]
+    want = plain(model, PROMPT, max_new_tokens=NEW, logits_processor=LogitsProcessorList([theirs]))
+    out = talon(model, PROMPT, "good", want, logits_processor=LogitsProcessorList([ours]), **OPTIONS)
+    assert sequences(out) == want.tolist()
+    prefixes = [want[0, : PROMPT.shape[1] + step].tolist() for step in range(NEW)]
+    assert ours.prefixes == theirs.prefixes == prefixes
 
 
 def test_in_a_batch_every_row_has_a_stateful_processor_of_its_own(model: Any) -> None:
-    solo = [
-        plain(model, torch.tensor([row]), do_sample=False, logits_processor=LogitsProcessorList([Counting()]))
-        for row in ROWS
-    ]
-    longest = max(map(len, ROWS))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in ROWS])
-    mask = (ids != 0).long()
+    solo = []
+    for row in ROWS:
+        counting = LogitsProcessorList([Counting()])
+        solo += sequences(plain(model, torch.tensor([row]), max_new_tokens=NEW, logits_processor=counting))
     shared = Counting()
-    drafter = drafter_zoo(solo, model)["good"]
-    got = talon(
-        model, ids, drafter, attention_mask=mask, do_sample=False, logits_processor=LogitsProcessorList([shared])
-    )
-    for row, (prompt, want) in enumerate(zip(ROWS, solo, strict=True)):
-        assert got[row, longest:].tolist() == want[len(prompt) :]
+    ids, mask = padded(ROWS)
+    options = {"attention_mask": mask, "logits_processor": LogitsProcessorList([shared]), **OPTIONS}
+    got = talon(model, ids, drafter_zoo(solo, model)["good"], **options)
+    assert got[:, ids.shape[1] :].tolist() == [text[len(row) :] for text, row in zip(solo, ROWS, strict=True)]
     assert shared.prefixes == []
 
 
@@ -162,9 +183,8 @@ def test_a_processor_that_cannot_be_copied_is_refused_in_a_batch_before_any_toke
             raise AssertionError("called")
 
     ids = torch.tensor([[7, 11, 3], [5, 9, 23]])
-    drafter = drafter_zoo([[], []], model)["perfect"]
     with pytest.raises(ValueError, match=r"Locked cannot be copied .* one prompt at a time"):
-        talon(model, ids, drafter, do_sample=False, logits_processor=LogitsProcessorList([Locked()]))
+        talon(model, ids, "perfect", ids, logits_processor=LogitsProcessorList([Locked()]), **OPTIONS)
 
 
 def test_prefix_free_processors_are_called_once_for_all_rows_of_a_step(
@@ -180,7 +200,7 @@ def test_prefix_free_processors_are_called_once_for_all_rows_of_a_step(
 
     monkeypatch.setattr(warper, "__call__", spy)
     ids = torch.tensor([[7, 11, 3], [5, 9, 23], [33, 4, 18]])
-    talon(model, ids, drafter_zoo([[], [], []], model)["perfect"], do_sample=True, top_k=4)
+    talon(model, ids, "perfect", ids, do_sample=True, top_k=4, **OPTIONS)
     assert max(heights) == 3
     assert sum(heights) == 3 * NEW
 
@@ -191,5 +211,5 @@ def test_synthid_watermark_gives_plain_generates_tokens(model: Any) -> None:
         ngram_len=3, keys=[654, 400, 836, 123, 340], sampling_table_size=64, context_history_size=16
     )
     options = {"do_sample": True, "top_k": 0, "watermarking_config": config}
-    want = plain(model, PROMPT, **options)
-    assert talon(model, PROMPT, drafter_zoo([want], model)["good"], **options)[0].tolist() == want
+    want = plain(model, PROMPT, max_new_tokens=NEW, **options)
+    assert sequences(talon(model, PROMPT, "good", want, **OPTIONS, **options)) == want.tolist()

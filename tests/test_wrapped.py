@@ -8,24 +8,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from calls import NEW, PROMPT, plain, sequences, talon
 from models import COMMON, drafter_zoo, random_head, tiny_model
 from packaging.version import Version
 
-from talon_hf import generate
 
-NEW = 16
-PROMPT = torch.tensor([[7, 11, 3, 42, 5, 9, 23]])
+def same_text(model: Any, ids: torch.Tensor = PROMPT, base: Any = None, **options: Any) -> list[list[int]]:
+    """The one text that plain `generate` and TALON with a random head and with a good drafter give.
 
-
-def same_text(model: Any, drafter_model: Any = None, **options: Any) -> None:
-    """Plain `generate` and TALON with a random head and with a good drafter give one text."""
-    options = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": NEW, "do_sample": False, **options}
-    want = model.generate(PROMPT, **options).tolist()
-    base = drafter_model if drafter_model is not None else model
+    The drafters are made for `base`, the model itself or the one inside a wrapper.
+    """
+    want = sequences(plain(model, ids, max_new_tokens=NEW, **options))
+    base = model if base is None else base
     for drafter in (random_head(base, seed=3), drafter_zoo(want, base)["good"]):
-        got = generate(PROMPT, model=model, assistant_model=drafter, return_dict_in_generate=True, **options)
-        assert got.sequences.tolist() == want
-    assert got.talon_stats.tau > 1.0
+        out = talon(model, ids, drafter, max_new_tokens=NEW, return_dict_in_generate=True, **options)
+        assert sequences(out) == want
+    assert out.talon_stats.tau > 1.0
+    return want
 
 
 def fp32(family: str = "llama") -> Any:
@@ -36,9 +35,8 @@ def fp32(family: str = "llama") -> Any:
 def test_half_precision_on_the_cpu(dtype: torch.dtype) -> None:
     """Both texts are the model's own; they may part only where its two best logits are equal within rounding."""
     model = tiny_model("llama", dtype=dtype, eos_token_id=None)
-    options = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": NEW, "do_sample": False}
-    want = model.generate(PROMPT, **options)[0]
-    got = generate(PROMPT, model=model, assistant_model=random_head(model, seed=3), **options)[0]
+    want = plain(model, PROMPT, max_new_tokens=NEW)[0]
+    got = talon(model, PROMPT, random_head(model, seed=3), max_new_tokens=NEW)[0]
     parts = (want != got).nonzero().flatten()
     if len(parts):
         logits = model(input_ids=want[None, : int(parts[0])]).logits[0, -1].float()
@@ -59,7 +57,7 @@ def test_a_compiled_model(how: str) -> None:
         model.forward = torch.compile(model.forward, backend="eager")
     else:
         model.model.layers[4].compile(backend="eager")
-    same_text(compiled, drafter_model=model)
+    same_text(compiled, base=model)
 
 
 def test_a_model_with_lora_adapters() -> None:
@@ -72,19 +70,20 @@ def test_a_model_with_lora_adapters() -> None:
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0.0, 0.5)
-    options = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": NEW, "do_sample": False}
     with adapted.disable_adapter():
-        unadapted = adapted.generate(input_ids=PROMPT, **options)
-    want = adapted.generate(input_ids=PROMPT, **options)
+        unadapted = plain(adapted, PROMPT, max_new_tokens=NEW)
+    want = plain(adapted, PROMPT, max_new_tokens=NEW)
     assert want.tolist() != unadapted.tolist()
-    got = generate(PROMPT, model=adapted, assistant_model=random_head(base, seed=3), **options)
+    got = talon(adapted, PROMPT, random_head(base, seed=3), max_new_tokens=NEW)
     assert got.tolist() == want.tolist()
     string_form = adapted.generate(
         input_ids=PROMPT,
+        attention_mask=torch.ones_like(PROMPT),
+        max_new_tokens=NEW,
+        do_sample=False,
         custom_generate=str(Path(__file__).parent.parent),
         trust_remote_code=True,
         assistant_model=random_head(base, seed=3),
-        **options,
     )
     assert string_form.tolist() == want.tolist()
 
@@ -94,7 +93,7 @@ def test_prompt_learning_adapters_are_refused() -> None:
     base = fp32()
     tuned = peft.get_peft_model(base, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="PROMPT_TUNING"):
-        generate(PROMPT, model=tuned, assistant_model=random_head(base), max_new_tokens=4)
+        talon(tuned, PROMPT, random_head(base), max_new_tokens=4)
 
 
 def test_linears_quantised_to_int8_weights() -> None:
@@ -151,14 +150,9 @@ def test_a_multimodal_model_called_with_text_alone_and_with_an_image() -> None:
                 parameter.normal_(0.0, 0.3)
     same_text(model)
     prompt = torch.tensor([[7, 11, 49, 49, 49, 49, 5, 9, 23]])
-    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW, "do_sample": False}
     texts = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         pixels = torch.randn(1, 3, 8, 8)
-        want = model.generate(prompt, pixel_values=pixels, **options).tolist()
-        for drafter in (random_head(model, seed=3), drafter_zoo(want, model)["good"]):
-            got = generate(prompt, model=model, assistant_model=drafter, pixel_values=pixels, **options)
-            assert got.tolist() == want
-        texts.append(want)
+        texts.append(same_text(model, prompt, pixel_values=pixels))
     assert texts[0] != texts[1], "the image changes nothing, so nothing was tested"
