@@ -12,6 +12,7 @@ from .cache import TreeCache
 from .checks import refuse_target
 from .decoding import prefill
 from .drafter import FeatureSpec
+from .prompt import Prompt
 from .target import Target
 from .tree import DraftTree
 
@@ -83,7 +84,7 @@ def _tree_logits(model: PreTrainedModel, prompt: Tensor, nodes: Tensor) -> Tenso
 
     def score(_: Any, input_ids: Tensor, *prepared: Any, **model_kwargs: Any) -> Tensor:
         target = Target(model, FeatureSpec(), TreeCache(1))
-        prefill(target, input_ids, None, model_kwargs)
+        prefill(target, Prompt.of(model, input_ids, model_kwargs), None)
         logits.append(target.score(tree).logits[0].float())
         return input_ids
 

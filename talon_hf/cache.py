@@ -36,6 +36,9 @@ class TreeLayer(DynamicLayer):
         """Appends (B, heads, q, head_dim) columns; returns views of all columns."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self._buffers and self._buffers[0].is_inference() and not torch.is_inference_mode_enabled():
+            # What an earlier turn made in inference mode may be read here, not written.
+            self._buffers = [buffer.clone() for buffer in self._buffers]
         end = self._length + key_states.shape[-2]
         if not self._buffers or end > self._buffers[0].shape[-2]:
             spare = end + max(end // 2, 64)

@@ -72,6 +72,11 @@ def check_cache(cache: Any, implementation: str | None) -> None:
             f"TALON does not support `cache_implementation` {implementation!r}: it keeps keys and values in a cache "
             'of its own, on the model\'s device. Leave it out, or take "static" to have that cache allocated at once.'
         )
+    if cache is not None and implementation is not None:
+        raise ValueError(
+            f"A cache and `cache_implementation` (got {implementation!r}) are passed together, which `generate` does "
+            "not support. Use only one of the two."
+        )
     if getattr(cache, "offloading", False) or "Quantized" in type(cache).__name__:
         raise ValueError(
             f"TALON does not support a {type(cache).__name__} that is offloaded or quantised as cache: it keeps "

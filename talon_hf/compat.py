@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, StoppingCriteriaList
 
 TRANSFORMERS = Version(transformers.__version__)
 
@@ -129,13 +129,37 @@ def processor_for_row(processor: Any, row: int, rows: int) -> Any:
         return narrowed
     if type(processor).__module__.startswith("transformers.") and not name.startswith("SynthID"):
         return processor
+    return _copied("logits processor", processor, rows)
+
+
+def criteria_for_row(criteria: StoppingCriteriaList, rows: int) -> StoppingCriteriaList:
+    """The stopping criteria of one row of a batch: those of transformers keep no state, the user's are copied.
+
+    Raises:
+        ValueError: one of the user's cannot be copied.
+    """
+    if rows == 1:
+        return criteria
+    theirs = [type(criterion).__module__.startswith("transformers.") for criterion in criteria]
+    return StoppingCriteriaList(
+        criterion if is_theirs else _copied("stopping criterion", criterion, rows)
+        for criterion, is_theirs in zip(criteria, theirs, strict=True)
+    )
+
+
+def _copied(kind: str, thing: Any, rows: int) -> Any:
     try:
-        return copy.deepcopy(processor)
+        return copy.deepcopy(thing)
     except Exception as error:
         raise ValueError(
-            f"The logits processor {name} cannot be copied ({error}), and in a batch of {rows} every row needs its "
-            "own, since rows emit at their own pace. Give it a `__deepcopy__`, or generate one prompt at a time."
+            f"The {kind} {type(thing).__name__} cannot be copied ({error}), and in a batch of {rows} every row needs "
+            "its own, since rows emit at their own pace. Give it a `__deepcopy__`, or generate one prompt at a time."
         ) from error
+
+
+def streams_before_stopping() -> bool:
+    """Whether plain `generate` puts a token to the streamer before it asks the stopping criteria about it."""
+    return not hasattr(transformers.generation.utils, "StopCheck")
 
 
 def dense_gguf(file_name: str) -> dict[str, Any]:

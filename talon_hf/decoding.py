@@ -18,6 +18,7 @@ from .compat import cache_output_field
 from .config import TalonConfig
 from .drafter import Commit, Drafter
 from .positions import are_read_alike, refuse_crossing
+from .prompt import Prompt, given_cache, refuse_lost_media
 from .sampling import Picker
 from .stats import TalonStats
 from .target import Scores, Target
@@ -59,19 +60,20 @@ def talon_decode(
         model_kwargs: what else `generate` prepared for the model's forward.
     """
     config = TalonConfig.resolve(options, vars(generation_config))
-    rows = list(range(len(input_ids)))
-    refuse_crossing(model, _lengths(input_ids, model_kwargs), generation_config.max_length, config.node_budget)
+    prompt = Prompt.of(model, input_ids, model_kwargs)
+    refuse_crossing(model, prompt.lengths(), generation_config.max_length, config.node_budget)
+    rows = list(range(len(prompt.ids)))
     stats = TalonStats()
     capacity = generation_config.max_length + config.node_budget if preallocate else 0
-    generator, target, turn = _start(model, drafter, config, input_ids, capacity, model_kwargs)
-    picker = Picker(logits_processor, do_sample=generation_config.do_sample is True, rows=len(rows))
+    generator, target, turn = _start(model, drafter, config, prompt, capacity, given_cache(model_kwargs))
+    picker = Picker(logits_processor, do_sample=bool(generation_config.do_sample), rows=len(rows))
     rule = RULES[config.acceptance]
-    transcript = _transcript(input_ids, stopping_criteria, generation_config, streamer)
+    transcript = _transcript(prompt.ids, stopping_criteria, generation_config, streamer)
 
     with stats.timed("total"):
         with stats.timed("prefill"):
-            scores, commit = prefill(target, input_ids, turn, model_kwargs)
-        tree = DraftTree.from_roots(input_ids[:, -1])
+            scores, commit = prefill(target, prompt, turn)
+        tree = DraftTree.from_roots(prompt.ids[:, -1])
         walk(tree, scores.logits, rows, picker, transcript)  # prefill's own token: no tree, no round
         while not all(transcript.finished):
             rows, commit = _leave_finished(rows, commit, transcript, target, generator)
@@ -95,42 +97,28 @@ def _start(
     model: PreTrainedModel,
     drafter: Drafter,
     config: TalonConfig,
-    input_ids: Tensor,
+    prompt: Prompt,
     capacity: int,
-    model_kwargs: dict[str, Any],
+    cache: Any,
 ) -> tuple[TalonCandidateGenerator, Target, Turn | None]:
     """The drafting and the verifying side of a call, and the turn that it goes on with."""
-    cache = model_kwargs.pop("cache", None) or model_kwargs.pop("past_key_values", None)
-    turn = resumable(cache, drafter, input_ids, model_kwargs.get("attention_mask"))
-    if turn is None or not are_read_alike(model.config, turn.tokens.shape[1], input_ids.shape[1]):
-        generator = TalonCandidateGenerator(drafter, model, config, rows=len(input_ids))
-        return generator, Target(model, generator.spec, TreeCache(len(input_ids), capacity)), None
+    turn = resumable(cache, drafter, prompt.ids, prompt.mask)
+    if turn is None or not are_read_alike(model.config, turn.tokens.shape[1], prompt.ids.shape[1]):
+        refuse_lost_media(model, prompt, cache)
+        generator = TalonCandidateGenerator(drafter, model, config, rows=len(prompt.ids))
+        return generator, Target(model, generator.spec, TreeCache(len(prompt.ids), capacity)), None
     # The turn goes with its call: if this one breaks off half-way, the cache can still be read anew, not gone on with.
     cache.turn = None
     generator = TalonCandidateGenerator(drafter, model, config, session=turn.session)
     return generator, Target(model, generator.spec, cache, turn.next_positions), turn
 
 
-def _lengths(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
-    """Per row, the prompt's tokens without the padding."""
-    mask = model_kwargs.get("attention_mask")
-    return (torch.ones_like(input_ids) if mask is None else mask).sum(dim=1).tolist()
-
-
-def prefill(
-    target: Target, input_ids: Tensor, turn: Turn | None, model_kwargs: dict[str, Any]
-) -> tuple[Scores, Commit]:
-    """Reads the prompt (B, L), or what a turn lacks of it; the commit still lacks its roots."""
-    ours = ("use_cache", "logits_to_keep", "cache", "past_key_values", "cache_position")
-    inputs = {name: value for name, value in model_kwargs.items() if name not in ours}
-    attention_mask = inputs.pop("attention_mask", None)
+def prefill(target: Target, prompt: Prompt, turn: Turn | None) -> tuple[Scores, Commit]:
+    """Reads the prompt, or what a turn lacks of it; the commit still lacks its roots."""
     if turn is not None:
-        input_ids, attention_mask = input_ids[:, turn.tokens.shape[1] :], None
-        inputs["position_ids"] = turn.next_positions.unsqueeze(-1) + torch.arange(input_ids.shape[1]).to(
-            input_ids.device
-        )
-    scores, places, valid = target.prefill(input_ids, attention_mask, **inputs)
-    commit = Commit(input_ids, scores.features, places, valid, input_ids[:, -1])
+        prompt = prompt.behind(turn)
+    scores, places, valid = target.prefill(prompt.ids, prompt.mask, **prompt.inputs)
+    commit = Commit(prompt.ids, scores.features, places, valid, prompt.ids[:, -1])
     return scores, commit if turn is None else turn.unread.then(commit)
 
 
@@ -183,15 +171,15 @@ def _depth_limits(
 def _transcript(
     input_ids: Tensor, stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, streamer: Any
 ) -> Transcript:
-    wants = generation_config.return_dict_in_generate is True
+    wants = bool(generation_config.return_dict_in_generate)
     pad = generation_config._pad_token_tensor
     return Transcript(
         input_ids,
         stopping_criteria,
         pad_token_id=0 if pad is None else int(pad),
         streamer=streamer,
-        keep_scores=wants and generation_config.output_scores is True,
-        keep_logits=wants and generation_config.output_logits is True,
+        keep_scores=wants and bool(generation_config.output_scores),
+        keep_logits=wants and bool(generation_config.output_logits),
     )
 
 

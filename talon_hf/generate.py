@@ -31,6 +31,7 @@ from .features import features_of  # noqa: F401
 from .masks import tree_masks  # noqa: F401
 from .policies import TreePolicy  # noqa: F401
 from .positions import refuse_crossing  # noqa: F401
+from .prompt import Prompt  # noqa: F401
 from .sampling import Picker  # noqa: F401
 from .stats import TalonStats  # noqa: F401
 from .target import Target  # noqa: F401
@@ -154,4 +155,7 @@ def _with_stop_strings(kwargs: dict[str, Any], strings: Any, tokenizer: Any) -> 
             f"`stop_strings` is {strings!r}, but `generate` could not locate a tokenizer: pass the model's as "
             "`tokenizer=`."
         )
-    return StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)])
+    given = list(kwargs.get("stopping_criteria") or [])
+    if any(isinstance(criterion, StopStringCriteria) for criterion in given):
+        return StoppingCriteriaList(given)  # one of the caller's own wins, as it does with `generate`
+    return StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])

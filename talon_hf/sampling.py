@@ -75,7 +75,7 @@ class Picker:
         for processor in self._processors:
             if isinstance(processor, list):
                 each = [
-                    processor[row](ids, scores[i : i + 1])
+                    _one_row(processor[row], ids, scores[i : i + 1])
                     for i, (row, ids) in enumerate(zip(rows, prefixes, strict=True))
                 ]
                 scores = torch.cat(each)
@@ -88,6 +88,17 @@ class Picker:
         if not self.do_sample:
             return scores.argmax(dim=-1)
         return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+
+
+def _one_row(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    processed = processor(ids, scores)
+    if len(processed) != 1:
+        raise ValueError(
+            f"The logits processor {type(processor).__name__} was given one row of scores and returned "
+            f"{len(processed)}: rows of a batch emit at their own pace, so each is processed alone. Return as many "
+            "rows as are given, or generate one prompt at a time."
+        )
+    return processed
 
 
 def _is_prefix_free(processor: Any) -> bool:

@@ -25,10 +25,7 @@ def take_settings(
     """
     own, given = model.generation_config, kwargs.get("generation_config")
     configs = [config for config in (given, own) if config is not None]
-    taken = {
-        name: kwargs[name] if name in kwargs else next(filter(None, (getattr(c, name, None) for c in configs)), None)
-        for name in names
-    }
+    taken = {name: kwargs[name] if name in kwargs else _first_set(configs, name) for name in names}
     rest = {name: value for name, value in kwargs.items() if name not in names}
     if given is not None:
         rest["generation_config"] = _without(given, names)
@@ -36,6 +33,10 @@ def take_settings(
         model = copy.copy(model)
         model.generation_config = _without(own, names)
     return model, rest, taken
+
+
+def _first_set(configs: Sequence[GenerationConfig], name: str) -> Any:
+    return next((v for v in (getattr(config, name, None) for config in configs) if v is not None), None)
 
 
 def _without(config: GenerationConfig, names: Sequence[str]) -> GenerationConfig:

@@ -63,6 +63,7 @@ class Target:
         if next_positions is not None:
             self.next_positions = next_positions
         self._spec = spec
+        self._token_types: Tensor | None = None
         self._is_compiled = is_compiled(model)
         with SWITCHING:
             self._tree_attention = tree_attention(model)
@@ -92,6 +93,7 @@ class Target:
         last = {"logits_to_keep": self._last_logits(input_ids)} if self._keeps_logits else {}
         # Some models add their offset to the positions in place.
         self.next_positions = positions[..., -1] + 1
+        self._token_types = self._generated_type(inputs.get("token_type_ids"))
         scores = self._forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=positions.clone(), **last, **inputs
         )
@@ -102,6 +104,11 @@ class Target:
             )
         self.cache.keep([row.nonzero().flatten().tolist() for row in valid])
         return Scores(scores.logits[:, -1:], scores.features), places, valid
+
+    def _generated_type(self, token_types: Tensor | None) -> Tensor | None:
+        """(B, 1) the type of what is generated, the prompt's last; multimodal models mark their prompts with types."""
+        is_text = self.model.config.get_text_config(decoder=True) is self.model.config
+        return token_types[:, -1:] if token_types is not None and is_text else None
 
     def _last_logits(self, input_ids: Tensor) -> int | Tensor:
         """What to keep of a prompt's logits."""
@@ -116,13 +123,15 @@ class Target:
         # sdpa turns a bool mask into an additive one in every layer; on the CPU that is a third of its time.
         boolean = self._tree_attention == "sdpa" and tree.tokens.device.type != "cpu"
         masks = tree_masks(self._windows, tree, self.cache.committed, boolean=boolean, dtype=self.model.dtype)
-        everything = {"logits_to_keep": 0} if self._keeps_logits else {}
+        more: dict[str, Any] = {"logits_to_keep": 0} if self._keeps_logits else {}
+        if self._token_types is not None:
+            more["token_type_ids"] = self._token_types.expand_as(tree.tokens)
         with using_attention(self.model, self._tree_attention) if self._must_switch else nullcontext():
             return self._forward(
                 input_ids=tree.tokens,
                 attention_mask=masks,
                 position_ids=self.next_positions.unsqueeze(-1) + tree.depths,
-                **everything,
+                **more,
             )
 
     def places(self, tree: DraftTree) -> Tensor:
@@ -146,6 +155,7 @@ class Target:
         """Keeps some rows of the batch."""
         self.cache.select_rows(rows)
         self.next_positions = self.next_positions[..., rows]
+        self._token_types = None if self._token_types is None else self._token_types[rows]
 
     def _forward(self, **inputs: Any) -> Scores:
         inputs[self._cache_keyword] = self.cache

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from .compat import criteria_for_row, streams_before_stopping
+
 
 class Transcript:
     """The tokens of B rows.
 
     Args:
         prompt: (B, L) int64, left padding included: the prefix that processors and stopping criteria see.
-        stopping_criteria: asked after every token, one row at a time, with ids (1, length).
+        stopping_criteria: asked after every token, one row at a time, with ids (1, length). In a batch every row has
+            its own copies of the user's.
         pad_token_id: fills rows that finish before the last one.
         streamer: gets what plain `generate` would put: one (B,) tensor a step, as soon as all rows have that step.
         keep_scores: record the processed scores of each emitted token.
@@ -39,7 +42,7 @@ class Transcript:
         self.lengths = [self.prompt_length] * rows
         self.finished = [False] * rows
         self._ids = prompt.clone()
-        self._stopping_criteria = stopping_criteria
+        self._stopping_criteria = [criteria_for_row(stopping_criteria, rows) for _ in range(rows)]
         self._pad = pad_token_id
         self._streamer = streamer
         self._streamed = self.prompt_length
@@ -66,9 +69,22 @@ class Transcript:
             self._scores[row].append(scores.float())
         if self._logits is not None and logits is not None:
             self._logits[row].append(logits.float())
-        self._stream()
+        if streams_before_stopping():
+            self._stream()
+        self.finished[row] = self._ends(row)
+        if not streams_before_stopping():
+            self._stream()
+
+    def _ends(self, row: int) -> bool:
         seen = None if self._scores is None else tuple(step.unsqueeze(0) for step in self._scores[row])
-        self.finished[row] = bool(self._stopping_criteria(self.prefix(row), seen).all())
+        done = self._stopping_criteria[row](self.prefix(row), seen)
+        if done.numel() != 1:
+            raise ValueError(
+                f"A stopping criterion was asked about one row and answered for {done.numel()}: rows of a batch emit "
+                "at their own pace, so each is asked about alone. Answer for the ids that are given, or generate one "
+                "prompt at a time."
+            )
+        return bool(done)
 
     def _stream(self) -> None:
         """Puts every step that all unfinished rows have reached; finished rows show padding, as in `generate`."""

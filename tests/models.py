@@ -58,6 +58,41 @@ def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, *
     return model.to(dtype).eval()
 
 
+# The image stands where its four tokens do.
+IMAGE_TOKEN = VOCABULARY - 1
+IMAGE_PROMPT = torch.tensor([[7, 11, *[IMAGE_TOKEN] * 4, 5, 9, 23]])
+
+
+def image_model() -> PreTrainedModel:
+    """A random LLaVA, for transformers 5 and newer."""
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=8,
+            patch_size=4,
+        ),
+        text_config=transformers.LlamaConfig(**{**COMMON, "eos_token_id": None}),
+        image_token_id=IMAGE_TOKEN,
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-1,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3)
+    return model
+
+
+def image(seed: int) -> Tensor:
+    """(1, 3, 8, 8) pixels for `image_model`."""
+    return torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
 def random_head(model: PreTrainedModel, seed: int = 0, draft_vocabulary: int = VOCABULARY) -> EagleDraft:
     """An EAGLE-3 head of random weights that fits the model; a smaller draft vocabulary skips some ids."""
     text = model.config.get_text_config(decoder=True)

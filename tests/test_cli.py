@@ -327,12 +327,12 @@ def test_interrupt_ends_it_quietly(
 
 @needs_pair
 def test_real_pair_answers_and_plain_generate_agrees(capfd: pytest.CaptureFixture[str]) -> None:
-    argv = ["generate", "Why is the sky blue?", "--max-new-tokens", "16", "--dtype", "float32", "--compare"]
+    argv = ["generate", "Why is the sky blue?", "--max-new-tokens", "8", "--dtype", "float32", "--compare"]
     assert main(argv) == 0
     out, err = capfd.readouterr()
     answer, figures, verdict, ratio = out.splitlines()
-    assert len(answer.split()) > 5
-    assert FIGURES.fullmatch(figures)[1] == "16"
+    assert len(answer.split()) > 3
+    assert FIGURES.fullmatch(figures)[1] == "8"
     assert verdict == "plain generate: the same text"
     assert RATIO.fullmatch(ratio)
     # capfd sees what C and tqdm write too: nothing but our line.

@@ -217,6 +217,16 @@ def test_no_node_is_drafted_that_could_not_be_emitted(endless: PreTrainedModel) 
         assert stats.draft_steps == new - 2
 
 
+def test_a_stop_string_criterion_of_the_callers_wins_as_with_plain_generate(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = tiny_model("llama", eos_token_id=None)
+    whole = plain(model, PROMPT, max_new_tokens=NEW)
+    early, late = tokenizer.decode(whole[0, 9:11]), tokenizer.decode(whole[0, -6:-4])
+    options = {"max_new_tokens": NEW, "tokenizer": tokenizer, "stop_strings": [early]}
+    own = StoppingCriteriaList([StopStringCriteria(tokenizer, [late])])
+    want = plain(model, PROMPT, stopping_criteria=own, **options)
+    assert sequences(talon(model, PROMPT, "good", whole, stopping_criteria=own, **options)) == want.tolist()
+
+
 @pytest.mark.parametrize("where", ["call", "given", "own"])
 def test_stop_strings_end_the_text_wherever_they_stand(where: str, tokenizer: PreTrainedTokenizerFast) -> None:
     model = tiny_model("llama", eos_token_id=None)

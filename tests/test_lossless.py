@@ -44,22 +44,31 @@ def talon(model: Any, ids: torch.Tensor, seed: int, drafter: Any, **options: Any
     )
 
 
-# The whole cross is slow; the default tier has every mode on Llama and two on the other families.
+# The whole cross is slow; the default tier has some shapes, with every mode on Llama and two on the other families.
+SOME = [("talon", 60), ("talon", 7), ("eagle", 60), ("chain", 7)]
 CROSS = [
-    pytest.param(family, mode, marks=() if family == "llama" or mode in ("greedy", "penalties") else pytest.mark.slow)
+    pytest.param(family, mode, SOME, id=f"{family}-{mode}")
+    for family in FAMILIES
+    for mode in MODES
+    if family == "llama" or mode in ("greedy", "penalties")
+]
+CROSS += [
+    pytest.param(family, mode, SHAPES, id=f"{family}-{mode}-every shape", marks=pytest.mark.slow)
     for family in FAMILIES
     for mode in MODES
 ]
 
 
-@pytest.mark.parametrize(("family", "mode"), CROSS)
-def test_output_does_not_depend_on_the_drafter_the_policy_or_the_budget(family: str, mode: str) -> None:
+@pytest.mark.parametrize(("family", "mode", "shapes"), CROSS)
+def test_output_does_not_depend_on_the_drafter_the_policy_or_the_budget(
+    family: str, mode: str, shapes: list[tuple[str, int]]
+) -> None:
     # Without an EOS every text runs its full length, past the sliding windows of 12.
     model = tiny_model(family, eos_token_id=None)
     want = plain(model, PROMPT, seed=1, **MODES[mode])
     zoo = drafter_zoo(want.tolist(), model)
     for name, drafter in zoo.items():
-        for policy, budget in SHAPES:
+        for policy, budget in shapes:
             got = talon(model, PROMPT, 1, drafter, talon_policy=policy, talon_node_budget=budget, **MODES[mode])
             assert got.sequences.tolist() == want.tolist(), (name, policy, budget)
     assert want.shape[1] == PROMPT.shape[1] + NEW_TOKENS

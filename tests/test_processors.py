@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from calls import NEW, PROMPT, padded, plain, sequences, talon
+from calls import NEW, PROMPT, Recorder, padded, plain, sequences, talon
 from models import VOCABULARY, drafter_zoo, tiny_model
 from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, WatermarkingConfig
@@ -185,6 +185,15 @@ def test_a_processor_that_cannot_be_copied_is_refused_in_a_batch_before_any_toke
     ids = torch.tensor([[7, 11, 3], [5, 9, 23]])
     with pytest.raises(ValueError, match=r"Locked cannot be copied .* one prompt at a time"):
         talon(model, ids, "perfect", ids, logits_processor=LogitsProcessorList([Locked()]), **OPTIONS)
+
+
+def test_a_processor_that_returns_other_rows_is_refused_before_any_token(model: Any) -> None:
+    ids = torch.tensor([[7, 11, 3], [5, 9, 23]])
+    streamer = Recorder()
+    for_both = LogitsProcessorList([lambda _, scores: scores + torch.zeros(2, VOCABULARY)])
+    with pytest.raises(ValueError, match="was given one row of scores and returned 2"):
+        talon(model, ids, "perfect", ids, logits_processor=for_both, streamer=streamer, **OPTIONS)
+    assert [shape for shape, _ in streamer.puts] == [ids.shape], "more than the prompt was streamed"
 
 
 def test_prefix_free_processors_are_called_once_for_all_rows_of_a_step(

@@ -18,6 +18,7 @@ WINDOW = {"sliding_window": 12}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4}
 ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+SMALL_TABLE = {"vocab_size_per_layer_input": VOCABULARY}
 LOOPED = {
     "n_input_layers": 2, "n_output_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 4
 }  # fmt: skip
@@ -39,7 +40,7 @@ VERIFIED: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": WINDOW,
     "gemma3_text": WINDOW,
-    "gemma4_text": WINDOW,
+    "gemma4_text": WINDOW | SMALL_TABLE,
     "gpt2": GPT,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "falcon": {"new_decoder_architecture": False, "multi_query": True, "alibi": False, "head_dim": None},
@@ -105,7 +106,7 @@ VERIFIED: dict[str, dict[str, Any]] = {
     "minicpm3": LATENT | {"head_dim": None, "num_key_value_heads": 4},
     "ministral3": WINDOW,
     "axk1": LATENT | ROUTED | EXPERTS | {"head_dim": None, "num_key_value_heads": 4},
-    "gemma4_text, shared keys": WINDOW | {"num_kv_shared_layers": 3, "layer_types": SLIDING_SLIDING_FULL},
+    "gemma4_text, shared keys": WINDOW | SMALL_TABLE | {"num_kv_shared_layers": 3, "layer_types": SLIDING_SLIDING_FULL},
     "modernbert-decoder": {"local_attention": 24},
 }
 # Before that version of transformers they are refused.
@@ -124,7 +125,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "deepseek_v32": LATENT | ROUTED | EXPERTS | {"head_dim": None, "num_key_value_heads": 4},
     "minimax": EXPERTS,
     "deepseek_v4": {},
-    "inkling_text": {},
     "zaya": {},
     "roformer": {},
     "openai-gpt": {},

@@ -15,6 +15,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from talon_hf import generate
+from talon_hf.compat import streams_before_stopping
 from talon_hf.transcript import Transcript
 
 EOS, PAD = 9, 0
@@ -39,10 +40,13 @@ class Recorder(BaseStreamer):
 
 
 class Asked:
-    """A stopping criterion that never stops and notes what it is asked about."""
+    """A stopping criterion that never stops and notes what it is asked about, the same one for all rows."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[list[int]], Any]] = []
+
+    def __deepcopy__(self, memo: Any) -> Asked:
+        return self
 
     def __call__(self, input_ids: Tensor, scores: Any) -> Tensor:
         self.calls.append((input_ids.tolist(), scores))
@@ -73,9 +77,11 @@ def test_a_step_is_put_once_every_running_row_has_it(rows: int, seed: int) -> No
     streamer = Recorder()
     transcript = transcript_of(rows, streamer=streamer)
     for row, token in in_any_order(TEXTS[:rows], seed):
-        running = [r for r in range(rows) if not transcript.finished[r]]
+        before = list(transcript.finished)
         transcript.append(row, token)
-        assert len(streamer.puts) == min(transcript.lengths[r] for r in running) - PROMPT.shape[1]
+        finished = before if streams_before_stopping() else transcript.finished
+        running = [length for length, done in zip(transcript.lengths, finished, strict=True) if not done]
+        assert len(streamer.puts) == min(running, default=max(transcript.lengths)) - PROMPT.shape[1]
     assert streamer.ended == 0
     transcript.close()
     steps = zip(*padded(TEXTS[:rows]), strict=True)
@@ -114,6 +120,60 @@ def test_stopping_criteria_are_shown_the_rows_own_scores_where_they_are_kept() -
         [[[13.0] * 4]],
         [[[13.0] * 4], [[14.0] * 4]],
     ]
+
+
+def test_a_criterion_hears_of_a_token_before_or_after_the_streamer_as_with_plain_generate() -> None:
+    order: list[str] = []
+
+    class Listening(Recorder):
+        def put(self, value: Tensor) -> None:
+            order.append("put")
+
+    def criterion(input_ids: Tensor, scores: Any) -> Tensor:
+        order.append("asked")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    model = tiny_model("llama", eos_token_id=None)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "stopping_criteria": [criterion]}
+    want = model.generate(PROMPT[:1], streamer=Listening(), **options)
+    plain, order = order, []
+    drafter = drafter_zoo(want.tolist(), model)["perfect"]
+    generate(PROMPT[:1], model=model, assistant_model=drafter, streamer=Listening(), **options)
+    assert order == plain
+
+
+def test_in_a_batch_every_row_has_stopping_criteria_of_its_own() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def __call__(self, input_ids: Tensor, scores: Any) -> Tensor:
+            self.count += 1
+            return torch.full((len(input_ids),), self.count == 3)
+
+    transcript = transcript_of(2, Counting())
+    for row, token in ((0, 1), (1, 3), (0, 1), (1, 3)):
+        transcript.append(row, token)
+    assert transcript.finished == [False, False]
+    transcript.append(1, 3)
+    assert transcript.finished == [False, True]
+
+
+def test_a_criterion_that_answers_for_other_rows_is_refused() -> None:
+    limits = torch.tensor([5, 9])
+    transcript = transcript_of(2, lambda ids, _: ids.shape[1] >= limits)
+    with pytest.raises(ValueError, match="asked about one row and answered for 2"):
+        transcript.append(0, 1)
+
+
+def test_a_criterion_that_cannot_be_copied_is_refused_in_a_batch() -> None:
+    class Locked(Asked):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("it holds a lock")
+
+    transcript_of(1, Locked())
+    with pytest.raises(ValueError, match=r"stopping criterion Locked cannot be copied \(it holds a lock\)"):
+        transcript_of(2, Locked())
 
 
 @pytest.mark.parametrize("seed", range(3))

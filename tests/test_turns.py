@@ -124,8 +124,10 @@ def test_a_cache_that_was_changed_in_between_is_read_anew(model: Any, head: Eagl
 
 
 @pytest.mark.parametrize("masks", [("0011111", "0011111"), ("1101111", "1101111"), ("0011111", "1111111")])
-def test_a_masked_prompt_is_read_anew(model: Any, head: EagleDraft, masks: tuple[str, str]) -> None:
+def test_a_masked_prompt_is_read_anew(masks: tuple[str, str]) -> None:
     """The cache holds no masked column, so its text and the prompt do not lie side by side."""
+    model = tiny_model("llama", eos_token_id=None)
+    head = random_head(model, seed=3)
     first, second = (torch.tensor([[int(bit) for bit in mask]]) for mask in masks)
     ids, cache = next_turn(talon(model, PROMPT, head, attention_mask=first, **OPTIONS))
     mask = torch.cat([second, torch.ones(1, ids.shape[1] - second.shape[1], dtype=torch.long)], dim=1)

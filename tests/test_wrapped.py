@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from calls import NEW, PROMPT, plain, sequences, talon
-from models import COMMON, drafter_zoo, random_head, tiny_model
+from models import IMAGE_PROMPT, drafter_zoo, image, image_model, random_head, tiny_model
 from packaging.version import Version
 
 
@@ -128,31 +128,7 @@ def test_layers_offloaded_by_accelerate(where: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5"), reason="the config differs")
 def test_a_multimodal_model_called_with_text_alone_and_with_an_image() -> None:
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=8,
-            patch_size=4,
-        ),
-        text_config=transformers.LlamaConfig(**{**COMMON, "eos_token_id": None}),
-        image_token_id=49,
-        vision_feature_select_strategy="default",
-        vision_feature_layer=-1,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlavaForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.3)
+    model = image_model()
     same_text(model)
-    prompt = torch.tensor([[7, 11, 49, 49, 49, 49, 5, 9, 23]])
-    texts = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        pixels = torch.randn(1, 3, 8, 8)
-        texts.append(same_text(model, prompt, pixel_values=pixels))
+    texts = [same_text(model, IMAGE_PROMPT, pixel_values=image(seed)) for seed in (1, 2)]
     assert texts[0] != texts[1], "the image changes nothing, so nothing was tested"
