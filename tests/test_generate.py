@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     StoppingCriteriaList,
+    StopStringCriteria,
     dynamic_module_utils,
     pipeline,
 )
@@ -217,7 +218,9 @@ def test_no_node_is_drafted_that_could_not_be_emitted(endless: PreTrainedModel) 
         assert stats.draft_steps == new - 2
 
 
-def test_a_stop_string_criterion_of_the_callers_wins_as_with_plain_generate(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_stop_string_criterion_of_the_callers_wins_as_with_plain_generate(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     model = tiny_model("llama", eos_token_id=None)
     whole = plain(model, PROMPT, max_new_tokens=NEW)
     early, late = tokenizer.decode(whole[0, 9:11]), tokenizer.decode(whole[0, -6:-4])

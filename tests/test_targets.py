@@ -22,11 +22,10 @@ SMALL_TABLE = {"vocab_size_per_layer_input": VOCABULARY}
 LOOPED = {
     "n_input_layers": 2, "n_output_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 4
 }  # fmt: skip
-SLIDING_SLIDING_FULL = [
-    *["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "sliding_attention",
-    "full_attention",
-]
+SHARED = {
+    "num_kv_shared_layers": 3,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention", "full_attention"],
+}
 GPT = {"n_positions": 256, "n_ctx": 256, "n_embd": 32, "n_layer": 8, "n_head": 4}
 # A head_dim of None leaves the argument out, for configs that derive it.
 VERIFIED: dict[str, dict[str, Any]] = {
@@ -106,7 +105,7 @@ VERIFIED: dict[str, dict[str, Any]] = {
     "minicpm3": LATENT | {"head_dim": None, "num_key_value_heads": 4},
     "ministral3": WINDOW,
     "axk1": LATENT | ROUTED | EXPERTS | {"head_dim": None, "num_key_value_heads": 4},
-    "gemma4_text, shared keys": WINDOW | SMALL_TABLE | {"num_kv_shared_layers": 3, "layer_types": SLIDING_SLIDING_FULL},
+    "gemma4_text, shared keys": WINDOW | SMALL_TABLE | SHARED,
     "modernbert-decoder": {"local_attention": 24},
 }
 # Before that version of transformers they are refused.
