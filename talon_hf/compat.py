@@ -39,8 +39,8 @@ def takes_flat_masks_only(model: PreTrainedModel) -> bool:
     """Whether the model takes no 4D mask: CTRL some time before 5.17, BERT and its kin before 5.0."""
     if model.config.model_type == "ctrl":
         return Version("5.17") > TRANSFORMERS
-    forward = type(model.base_model).forward
-    return Version("5.0") > TRANSFORMERS and "get_extended_attention_mask" in inspect.getsource(forward)
+    forward = inspect.unwrap(type(model.base_model).forward)
+    return Version("5.0") > TRANSFORMERS and "get_extended_attention_mask" in forward.__code__.co_names
 
 
 def eager_masks_by_column(model: PreTrainedModel) -> bool:

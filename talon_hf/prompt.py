@@ -64,7 +64,7 @@ class Prompt:
         new = self.ids.shape[1] - turn.tokens.shape[1]
         inputs = {name: value[..., -new:] if name in BY_TOKEN else value for name, value in self.inputs.items()}
         positions = inputs.get("position_ids")
-        if positions is None or positions.dim() > turn.next_positions.dim() + 1:
+        if positions is None or positions.dim() != turn.next_positions.dim() + 1:
             steps = torch.arange(new, device=turn.next_positions.device)
             inputs["position_ids"] = turn.next_positions.unsqueeze(-1) + steps
         return Prompt(self.ids[:, -new:], None, inputs)

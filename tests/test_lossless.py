@@ -46,14 +46,14 @@ def talon(model: Any, ids: torch.Tensor, seed: int, drafter: Any, **options: Any
 
 # The whole cross is slow; the default tier has some shapes, with every mode on Llama and two on the other families.
 SOME = [("talon", 60), ("talon", 7), ("eagle", 60), ("chain", 7)]
-CROSS = [
-    pytest.param(family, mode, SOME, id=f"{family}-{mode}")
-    for family in FAMILIES
-    for mode in MODES
-    if family == "llama" or mode in ("greedy", "penalties")
-]
+REST = [shape for shape in SHAPES if shape not in SOME]
+BRIEF = ("greedy", "penalties")
+QUICK = [(family, mode) for family in FAMILIES for mode in MODES if family == "llama" or mode in BRIEF]
+CROSS = [pytest.param(*case, SOME, id="-".join(case)) for case in QUICK]
 CROSS += [
-    pytest.param(family, mode, SHAPES, id=f"{family}-{mode}-every shape", marks=pytest.mark.slow)
+    pytest.param(
+        family, mode, REST if (family, mode) in QUICK else SHAPES, id=f"{family}-{mode}-rest", marks=pytest.mark.slow
+    )
     for family in FAMILIES
     for mode in MODES
 ]
