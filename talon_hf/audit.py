@@ -10,7 +10,6 @@ from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
 
 from .cache import TreeCache
 from .checks import refuse_target
-from .decoding import prefill
 from .drafter import FeatureSpec
 from .prompt import Prompt
 from .target import Target
@@ -84,7 +83,8 @@ def _tree_logits(model: PreTrainedModel, prompt: Tensor, nodes: Tensor) -> Tenso
 
     def score(_: Any, input_ids: Tensor, *prepared: Any, **model_kwargs: Any) -> Tensor:
         target = Target(model, FeatureSpec(), TreeCache(1))
-        prefill(target, Prompt.of(model, input_ids, model_kwargs), None)
+        read = Prompt.of(model, input_ids, model_kwargs)
+        target.prefill(read.ids, read.mask, **read.inputs)
         logits.append(target.score(tree).logits[0].float())
         return input_ids
 

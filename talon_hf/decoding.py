@@ -72,7 +72,7 @@ def talon_decode(
 
     with stats.timed("total"):
         with stats.timed("prefill"):
-            scores, commit = prefill(target, prompt, turn)
+            scores, commit = _prefill(target, prompt, turn)
         tree = DraftTree.from_roots(prompt.ids[:, -1])
         walk(tree, scores.logits, rows, picker, transcript)  # prefill's own token: no tree, no round
         while not all(transcript.finished):
@@ -113,7 +113,7 @@ def _start(
     return generator, Target(model, generator.spec, cache, turn.next_positions), turn
 
 
-def prefill(target: Target, prompt: Prompt, turn: Turn | None) -> tuple[Scores, Commit]:
+def _prefill(target: Target, prompt: Prompt, turn: Turn | None) -> tuple[Scores, Commit]:
     """Reads the prompt, or what a turn lacks of it; the commit still lacks its roots."""
     if turn is not None:
         prompt = prompt.behind(turn)

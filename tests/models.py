@@ -42,6 +42,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def with_random_weights(model: PreTrainedModel, spread: float) -> PreTrainedModel:
+    """The model with normal weights of that spread, wide enough for a text that is no constant; norms stay."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, spread)
+    return model
+
+
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
     """A random model of a family of `FAMILIES`, whose text is neither constant nor white noise."""
     config_class, extra = FAMILIES[family]
@@ -51,11 +60,7 @@ def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, *
     if hasattr(model, "set_experts_implementation"):
         # The grouped matrix product of newer versions knows no fp64.
         model.set_experts_implementation("eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.3)
-    return model.to(dtype).eval()
+    return with_random_weights(model, 0.3).to(dtype).eval()
 
 
 # The image stands where its four tokens do.
@@ -80,12 +85,7 @@ def image_model() -> PreTrainedModel:
         vision_feature_layer=-1,
     )
     torch.manual_seed(0)
-    model = transformers.LlavaForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.3)
-    return model
+    return with_random_weights(transformers.LlavaForConditionalGeneration(config), 0.3).eval()
 
 
 def image(seed: int) -> Tensor:

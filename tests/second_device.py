@@ -141,7 +141,7 @@ SCENARIOS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def scenario(where: str, head_device: str, options: dict[str, Any]) -> str:
-    """ "same" if the text is that of plain `generate` on the CPU."""
+    """The word "same" if the text is that of plain `generate` on the CPU."""
     model = tiny_model("mistral", eos_token_id=None)
     mask = (PROMPTS > 0).long()
     for_plain = {key: value for key, value in options.items() if not key.startswith(("talon_", "output_"))}

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "acceptance", "cache", "candidates", "compat", "config", "drafter", "positions", "prompt", "sampling",
         "stats", "target", "transcript", "tree", "turns",
     },
-    "audit": {"cache", "checks", "decoding", "drafter", "prompt", "target", "tree"},
+    "audit": {"cache", "checks", "drafter", "prompt", "target", "tree"},
     "pair": {"compat", "eagle"},
     "hub": {"pair"},
     "ties": set(),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from calls import plain, sequences, talon
-from models import COMMON, random_head
+from models import COMMON, random_head, with_random_weights
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
@@ -53,12 +53,7 @@ def build(kind: str) -> PreTrainedModel:
     config = CONFIG_MAPPING[name](**{**COMMON, "eos_token_id": None, **extra})
     if kind == "longrope" and not IS_5:
         config.original_max_position_embeddings = LIMIT
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.4)
-    return model
+    return with_random_weights(AutoModelForCausalLM.from_config(config), 0.4).eval()
 
 
 def furthest(kind: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import COMMON, VOCABULARY, random_head
+from models import COMMON, VOCABULARY, random_head, with_random_weights
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
@@ -144,12 +144,7 @@ def random_model(name: str, options: dict[str, Any]) -> PreTrainedModel:
     config = CONFIG_MAPPING[name](
         **{key: value for key, value in chosen.items() if (key, value) != ("head_dim", None)}
     )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.15)
-    return model
+    return with_random_weights(AutoModelForCausalLM.from_config(config), 0.15).eval()
 
 
 @pytest.mark.conformance
