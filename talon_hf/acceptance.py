@@ -27,7 +27,8 @@ class Verdict:
 
     Attributes:
         paths: per row, columns of the accepted nodes in order, the root first.
-        emitted: per row, how many tokens the round emitted: the accepted ones and the bonus, up to a stop.
+        emitted: per row, how many tokens the round emitted: the accepted ones and the bonus, up to a stop; the
+            padding of a finished row in lockstep is none.
     """
 
     paths: list[list[int]]
@@ -80,6 +81,8 @@ def walk(
 ) -> Verdict:
     """Walks R scored trees, in step, and appends what the target says to the transcript.
 
+    A row's walk ends with its tree or its text; in lockstep the first row that has no child to move to ends all walks.
+
     Args:
         tree: R trees of n nodes.
         logits: (R, n, V) the target's logits at every node.
@@ -91,7 +94,8 @@ def walk(
     children = [_children(t, p) for t, p in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
     processed = greedy = None
     if picker.is_prefix_free and _at_once(logits):
-        processed = picker.scores(rows, [transcript.prefix(rows[0])], logits.flatten(0, 1)).view(logits.shape)
+        # Such processors read no prefix: any will do.
+        processed = picker.scores(rows, transcript.prefixes(rows), logits.flatten(0, 1)).view(logits.shape)
         greedy = None if picker.do_sample else processed.argmax(dim=-1).tolist()
     paths, emitted = [[0] for _ in rows], [0] * len(rows)
     walking = list(range(len(rows)))
@@ -99,23 +103,25 @@ def walk(
         nodes = [paths[i][-1] for i in walking]
         raw = logits[walking, nodes]
         at = [rows[i] for i in walking]
-        if processed is not None:
-            scores = processed[walking, nodes]
-        else:
-            scores = picker.scores(at, [transcript.prefix(row) for row in at], raw)
+        scores = picker.scores(at, transcript.prefixes(at), raw) if processed is None else processed[walking, nodes]
         if greedy is not None:
             tokens = [greedy[i][node] for i, node in zip(walking, nodes, strict=True)]
         else:
-            tokens = rule(picker, scores, [[*children[i][paths[i][-1]]] for i in walking]).tolist()
-        still = []
-        for k, (i, node, token) in enumerate(zip(walking, nodes, tokens, strict=True)):
-            transcript.append(rows[i], token, scores[k], raw[k])
-            emitted[i] += 1
-            child = children[i][node].get(token)
-            if child is not None and not transcript.finished[rows[i]]:
-                paths[i].append(child)
-                still.append(i)
-        walking = still
+            below = [[*children[i][node]] for i, node in zip(walking, nodes, strict=True)]
+            tokens = rule(picker, scores, below).tolist()
+        for i, row in zip(walking, at, strict=True):
+            emitted[i] += not transcript.is_padded(row)
+        tokens = transcript.append(at, tokens, scores, raw)
+        moves = {
+            i: children[i][node][token]
+            for i, row, node, token in zip(walking, at, nodes, tokens, strict=True)
+            if token in children[i][node] and not transcript.has_ended(row)
+        }
+        if transcript.lockstep and len(moves) < len(walking):
+            break
+        for i, child in moves.items():
+            paths[i].append(child)
+        walking = list(moves)
     return Verdict(paths, emitted)
 
 

@@ -85,6 +85,12 @@ class TreeLayer(DynamicLayer):
                 buffer.scatter_(2, target[:, None, :, None].expand(shape), moved)
         self._view(length)
 
+    def spread(self, columns: Tensor) -> None:
+        """Replaces the columns by the present ones at `columns` (B, length) int64."""
+        index = columns.to(self.device)[:, None, :, None]
+        self._buffers = [b.gather(2, index.expand(-1, b.shape[1], -1, b.shape[3])) for b in self._buffers]
+        self._view(columns.shape[1])
+
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (R,), in that order."""
         self._buffers = [buffer[indices.to(buffer.device)] for buffer in self._buffers]
@@ -133,6 +139,18 @@ class TreeCache(DynamicCache):
         else:
             self._view(length)
         self.committed = [done + len(row) for done, row in zip(self.committed, picked, strict=True)]
+
+    def spread(self, mask: Tensor) -> None:
+        """Puts each row's columns where plain `generate` keeps them, for whoever goes on with the cache.
+
+        Args:
+            mask: (B, L), 0 for the columns of a prompt that this cache did not keep; what fills them is never read.
+        """
+        generated = {done - kept for done, kept in zip(self.committed, mask.sum(dim=1).tolist(), strict=True)}
+        kept = torch.cat([mask.bool(), mask.new_ones(len(mask), *generated, dtype=torch.bool)], dim=1)
+        for layer in self._tree_layers():
+            layer.spread((kept.long().cumsum(dim=1) - 1).clamp(min=0))
+        self._set_rows([kept.shape[1]] * len(mask))
 
     def drop(self) -> None:
         """Forgets every column that is not committed."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PretrainedConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import PretrainedConfig, PreTrainedModel
 
 TRANSFORMERS = Version(transformers.__version__)
 
@@ -90,71 +90,39 @@ def configs_keep_unset_fields() -> bool:
     return Version("5.0") <= TRANSFORMERS
 
 
+def known_classes(*names: str) -> frozenset[type]:
+    """Those classes of transformers' generation that this version has, by their names in other versions."""
+    found = (getattr(transformers.generation, name, None) for name in names)
+    return frozenset(cls for cls in found if cls is not None)
+
+
 def processor_for_row(processor: Any, row: int, rows: int) -> Any:
-    """A logits processor that serves one row of a batch as if that row were alone.
+    """A logits processor of transformers that serves one row of a batch as if that row were alone.
 
-    Most processors of transformers treat every row alike. Those that hold something for each row of the prompt, or ask
-    the user's function with the row's number, are narrowed to the row; stateful ones and the user's own are copied.
-
-    Raises:
-        ValueError: the user's processor cannot be copied.
+    Most treat every row alike and serve as they are. Those that hold something for each row of the prompt are narrowed
+    to the row, in a shallow copy. None where this version keeps it in another place than those that were tested.
     """
-    name = type(processor).__name__
-    if name in ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor"):
-        narrowed = copy.copy(processor)
-        if name == "EncoderRepetitionPenaltyLogitsProcessor":
+    narrowed = copy.copy(processor)
+    try:
+        if type(processor) in known_classes("EncoderRepetitionPenaltyLogitsProcessor"):
             source = row * len(processor.encoder_input_ids) // rows
             narrowed.encoder_input_ids = processor.encoder_input_ids[source : source + 1]
-        else:
+        elif type(processor) in known_classes("EncoderNoRepeatNGramLogitsProcessor"):
             source = row * processor.batch_size // rows
             narrowed.generated_ngrams, narrowed.batch_size = [processor.generated_ngrams[source]], 1
-        return narrowed
-    if name == "UnbatchedClassifierFreeGuidanceLogitsProcessor":
-        narrowed, context = copy.copy(processor), processor.unconditional_context
-        narrowed.unconditional_context = {
-            key: value[row * len(value) // rows][None] if isinstance(value, torch.Tensor) else value
-            for key, value in context.items()
-        }
-        return narrowed
-    if isinstance(padding := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
-        # RepetitionPenaltyLogitsProcessor of 5.24: how much of each row is padding.
-        narrowed = copy.copy(processor)
-        narrowed.prompt_ignore_length = padding[row : row + 1]
-        return narrowed
-    if name == "PrefixConstrainedLogitsProcessor":
-        narrowed, allowed = copy.copy(processor), processor._prefix_allowed_tokens_fn
-        # Rows come in groups of one number; 5.24 takes the sequences of one prompt for a group.
-        number = row // processor._num_beams
-        narrowed._prefix_allowed_tokens_fn, narrowed._num_beams = lambda _, ids: allowed(number, ids), 1
-        return narrowed
-    if type(processor).__module__.startswith("transformers.") and not name.startswith("SynthID"):
-        return processor
-    return _copied("logits processor", processor, rows)
-
-
-def criteria_for_row(criteria: StoppingCriteriaList, rows: int) -> StoppingCriteriaList:
-    """The stopping criteria of one row of a batch: those of transformers keep no state, the user's are copied.
-
-    Raises:
-        ValueError: one of the user's cannot be copied.
-    """
-    if rows == 1:
-        return criteria
-    theirs = [type(criterion).__module__.startswith("transformers.") for criterion in criteria]
-    return StoppingCriteriaList(
-        criterion if is_theirs else _copied("stopping criterion", criterion, rows)
-        for criterion, is_theirs in zip(criteria, theirs, strict=True)
-    )
-
-
-def _copied(kind: str, thing: Any, rows: int) -> Any:
-    try:
-        return copy.deepcopy(thing)
-    except Exception as error:
-        raise ValueError(
-            f"The {kind} {type(thing).__name__} cannot be copied ({error}), and in a batch of {rows} every row needs "
-            "its own, since rows emit at their own pace. Give it a `__deepcopy__`, or generate one prompt at a time."
-        ) from error
+        elif type(processor) in known_classes("UnbatchedClassifierFreeGuidanceLogitsProcessor"):
+            narrowed.unconditional_context = {
+                key: value[row * len(value) // rows][None] if isinstance(value, torch.Tensor) else value
+                for key, value in processor.unconditional_context.items()
+            }
+        elif isinstance(padding := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+            # RepetitionPenaltyLogitsProcessor of 5.24: how much of each row is padding.
+            narrowed.prompt_ignore_length = padding[row : row + 1]
+        else:
+            return processor
+    except AttributeError:
+        return None
+    return narrowed
 
 
 def streams_before_stopping() -> bool:

@@ -17,6 +17,7 @@ from .candidates import TalonCandidateGenerator
 from .compat import cache_output_field
 from .config import TalonConfig
 from .drafter import Commit, Drafter
+from .pace import must_keep_step
 from .positions import are_read_alike, refuse_crossing
 from .prompt import Prompt, given_cache, refuse_lost_media
 from .sampling import Picker
@@ -63,12 +64,13 @@ def talon_decode(
     prompt = Prompt.of(model, input_ids, model_kwargs)
     refuse_crossing(model, prompt.lengths(), generation_config.max_length, config.node_budget)
     rows = list(range(len(prompt.ids)))
-    stats = TalonStats()
     capacity = generation_config.max_length + config.node_budget if preallocate else 0
     generator, target, turn = _start(model, drafter, config, prompt, capacity, given_cache(model_kwargs))
-    picker = Picker(logits_processor, do_sample=bool(generation_config.do_sample), rows=len(rows))
+    lockstep = must_keep_step(logits_processor, stopping_criteria, len(rows))
+    stats = TalonStats(lockstep=lockstep)
+    picker = Picker(logits_processor, bool(generation_config.do_sample), len(rows), lockstep)
     rule = RULES[config.acceptance]
-    transcript = _transcript(prompt.ids, stopping_criteria, generation_config, streamer)
+    transcript = _transcript(prompt.ids, stopping_criteria, generation_config, streamer, lockstep)
 
     with stats.timed("total"):
         with stats.timed("prefill"):
@@ -79,7 +81,7 @@ def talon_decode(
             rows, commit = _leave_finished(rows, commit, transcript, target, generator)
             commit = commit.with_roots(transcript.last(rows))
             with stats.timed("draft"):
-                tree = generator.get_tree(commit, _depth_limits(rows, transcript, target, generation_config))
+                tree = _grow(generator, commit, rows, transcript, target, generation_config)
             with stats.timed("target"):
                 scores = target.score(tree)
             with stats.timed("accept"):
@@ -90,7 +92,7 @@ def talon_decode(
             stats.count(accepted, verdict.emitted, tree.counts().tolist(), generator.draft_steps)
         transcript.close()
     _leave_turn(target, transcript, drafter, generator, commit)
-    return _output(transcript, target, stats, generation_config)
+    return _output(transcript, target, prompt, stats, generation_config)
 
 
 def _start(
@@ -139,7 +141,7 @@ def _leave_finished(
     rows: list[int], commit: Commit, transcript: Transcript, target: Target, generator: TalonCandidateGenerator
 ) -> tuple[list[int], Commit]:
     """Takes finished rows out of the batch, so that a long row does not pay for the short ones."""
-    staying = [i for i, row in enumerate(rows) if not transcript.finished[row]]
+    staying = [i for i, row in enumerate(rows) if not transcript.has_ended(row)]
     if len(staying) == len(rows):
         return rows, commit
     target.select_rows(staying)
@@ -160,16 +162,37 @@ def _leave_turn(
         target.cache.turn = Turn(tokens, target.next_positions, drafter, generator.session, unread)
 
 
+def _grow(
+    generator: TalonCandidateGenerator,
+    commit: Commit,
+    rows: Sequence[int],
+    transcript: Transcript,
+    target: Target,
+    generation_config: GenerationConfig,
+) -> DraftTree:
+    """The draft trees of a round; a row in lockstep that says only padding gets a chain of it and no draft."""
+    limits = _depth_limits(rows, transcript, target, generation_config)
+    padded = [i for i, row in enumerate(rows) if transcript.is_padded(row)]
+    for i in padded:
+        limits[i] = 0
+    return generator.get_tree(commit, limits).with_chains(padded, transcript.pad)
+
+
 def _depth_limits(
     rows: Sequence[int], transcript: Transcript, target: Target, generation_config: GenerationConfig
 ) -> list[int]:
     """Per row, the depth whose acceptance still leaves room for the bonus token, in the text and in the positions."""
     rooms = [generation_config.max_length - transcript.lengths[row] - 1 for row in rows]
-    return [max(0, min(room, positions)) for room, positions in zip(rooms, target.positions_left(), strict=True)]
+    limits = [max(0, min(room, positions)) for room, positions in zip(rooms, target.positions_left(), strict=True)]
+    return [min(limits)] * len(limits) if transcript.lockstep else limits
 
 
 def _transcript(
-    input_ids: Tensor, stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, streamer: Any
+    input_ids: Tensor,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any,
+    lockstep: bool,
 ) -> Transcript:
     wants = bool(generation_config.return_dict_in_generate)
     pad = generation_config._pad_token_tensor
@@ -180,17 +203,20 @@ def _transcript(
         streamer=streamer,
         keep_scores=wants and bool(generation_config.output_scores),
         keep_logits=wants and bool(generation_config.output_logits),
+        lockstep=lockstep,
     )
 
 
 def _output(
-    transcript: Transcript, target: Target, stats: TalonStats, generation_config: GenerationConfig
+    transcript: Transcript, target: Target, prompt: Prompt, stats: TalonStats, generation_config: GenerationConfig
 ) -> TalonOutput | Tensor:
     if not generation_config.return_dict_in_generate:
         return transcript.sequences()
     fields: dict[str, Any] = {"scores": transcript.scores(), "logits": transcript.logits()}
     output = TalonOutput(sequences=cast(LongTensor, transcript.sequences()), talon_stats=stats, **fields)
-    if len(transcript.lengths) == 1:
-        # Rows of a batch leave it at different times, so only a single row's cache is whole at the end.
+    if transcript.lockstep or len(transcript.lengths) == 1:
+        # Rows at their own pace leave the batch at different times, so no cache is whole at the end.
+        if prompt.mask is not None and not bool(prompt.mask.all()):
+            target.cache.spread(prompt.mask)
         output[cache_output_field()] = target.cache
     return output

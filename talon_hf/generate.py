@@ -29,6 +29,7 @@ from .checkpoints import read_checkpoint  # noqa: F401
 from .compat import cache_keyword  # noqa: F401
 from .features import features_of  # noqa: F401
 from .masks import tree_masks  # noqa: F401
+from .pace import must_keep_step  # noqa: F401
 from .policies import TreePolicy  # noqa: F401
 from .positions import refuse_crossing  # noqa: F401
 from .prompt import Prompt  # noqa: F401

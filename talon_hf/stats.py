@@ -20,6 +20,8 @@ class TalonStats:
         draft_steps: forwards of the drafter.
         nodes: nodes that the target checked, roots counted, padding not.
         accepted_by_depth: entry d is the number of rounds that accepted a node at depth d + 1.
+        lockstep: whether the rows of the batch advanced together, each round as far as the least of them (see
+            `pace.py`): tau is then the least of the rows, and what the others could have taken is drafted again.
         seconds: wall time by phase: "prefill", "draft", "target", "accept", "commit"; "total" is the whole loop's.
     """
 
@@ -29,6 +31,7 @@ class TalonStats:
     draft_steps: int = 0
     nodes: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
+    lockstep: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -62,16 +65,16 @@ class TalonStats:
 
         Args:
             accepted: per row, nodes on the accepted path, the root not counted.
-            emitted: per row, tokens delivered.
+            emitted: per row, tokens delivered; 0 for a row that was padded, for which it is no round.
             nodes: per row, nodes checked.
             draft_steps: the drafter's forwards since the call began.
         """
         self.batch_rounds += 1
-        self.rounds += len(accepted)
+        self.rounds += sum(count > 0 for count in emitted)
         self.emitted += sum(emitted)
         self.nodes += sum(nodes)
         self.draft_steps = draft_steps
-        for depth in (d for row in accepted for d in range(row)):
+        for depth in (d for row, count in zip(accepted, emitted, strict=True) if count for d in range(row)):
             if depth == len(self.accepted_by_depth):
                 self.accepted_by_depth.append(0)
             self.accepted_by_depth[depth] += 1
@@ -80,6 +83,7 @@ class TalonStats:
         """Adds another call's counts and times."""
         for name in ("rounds", "batch_rounds", "emitted", "draft_steps", "nodes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.lockstep |= other.lockstep
         depths = zip_longest(self.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
         self.accepted_by_depth = [mine + theirs for mine, theirs in depths]
         for phase, seconds in other.seconds.items():

@@ -6,6 +6,7 @@ A row with fewer nodes than the widest row is padded on the right; padding is no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,22 @@ class DraftTree:
             torch.where(valid, self.path_log_probs.gather(1, order), -torch.inf),
             valid,
         )
+
+    def with_chains(self, rows: Sequence[int], token: int) -> DraftTree:
+        """The same trees, but those of `rows` are chains of `token`, as deep as the deepest tree."""
+        if not rows:
+            return self
+        columns = torch.arange(self.size, device=self.tokens.device)
+        valid = columns <= self.depths.max()
+        chain = (
+            torch.full_like(columns, token), torch.where(valid, columns - 1, -1), torch.where(valid, columns, 0),
+            torch.where(valid, 0.0, -torch.inf), valid,
+        )  # fmt: skip
+        parts = [part.clone() for part in (self.tokens, self.parents, self.depths, self.path_log_probs, self.valid)]
+        for part, values in zip(parts, chain, strict=True):
+            part[rows] = values
+        parts[0][rows, 0] = self.tokens[rows, 0]
+        return DraftTree(*parts)
 
     def packed(self) -> DraftTree:
         """The same trees with all padding on the right, as narrow as the widest row allows."""

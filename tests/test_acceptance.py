@@ -55,11 +55,13 @@ def walked(
     do_sample: bool = False,
     rule: Rule = match,
     stop: Any = None,
+    lockstep: bool = False,
 ) -> tuple[Verdict, list[list[int]]]:
     """The verdict, and each row's new tokens; a row's prompt is its root."""
     criteria = StoppingCriteriaList([MaxLengthCriteria(PLENTY), *([stop] if stop else [])])
-    transcript = Transcript(torch.tensor([[pairs[0][0]] for pairs in rows]), criteria, pad_token_id=0)
-    picker = Picker(LogitsProcessorList(processors), do_sample, rows=len(rows))
+    roots = torch.tensor([[pairs[0][0]] for pairs in rows])
+    transcript = Transcript(roots, criteria, pad_token_id=0, lockstep=lockstep)
+    picker = Picker(LogitsProcessorList(processors), do_sample, len(rows), lockstep)
     verdict = walk(tree_of(*rows), logits, range(len(rows)), picker, transcript, rule)
     return verdict, [transcript.prefix(row)[0, 1:].tolist() for row in range(len(rows))]
 
@@ -141,7 +143,7 @@ def sharper(table: Table) -> Table:
 
 
 V, LENGTH, PREFIXES, ELSEWHERE = 5, 3, 31, 7
-N_FAST, N_SLOW, N_CONTROL, ROWS = 10_000, 40_000, 2_000, 1_000
+N_FAST, N_SLOW, N_CONTROL, N_LOCKSTEP, ROWS = 10_000, 40_000, 2_000, 1_200, 1_000
 TARGETS = [sharper(LogProbTable(seed, vocab_size=V, easy=0.0)) for seed in (7, 8, 9)]
 DRAFTER = LogProbTable(70, vocab_size=V, easy=0.3)
 WARPERS = [
@@ -208,6 +210,7 @@ class Sampler:
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     drafter: Table = DRAFTER
     wrong_rows: float = 0.0
+    lockstep: bool = False
     accepted: int = 0
 
     def __post_init__(self) -> None:
@@ -217,9 +220,10 @@ class Sampler:
     def decode(self, prompts: Tensor, lengths: Tensor) -> list[Path]:
         """One sampled text a row, padded with 0 to the longest."""
         stop = ReachesItsLength(prompts, lengths)
-        transcript = Transcript(prompts.unsqueeze(1), StoppingCriteriaList([stop]), pad_token_id=0)
-        picker = Picker(self.processors, do_sample=True, rows=len(prompts))
-        while rows := [row for row, done in enumerate(transcript.finished) if not done]:
+        stops = StoppingCriteriaList([stop])
+        transcript = Transcript(prompts.unsqueeze(1), stops, pad_token_id=0, lockstep=self.lockstep)
+        picker = Picker(self.processors, do_sample=True, rows=len(prompts), lockstep=self.lockstep)
+        while rows := [row for row in range(len(prompts)) if not transcript.has_ended(row)]:
             said = [transcript.prefix(row)[0, 1:].tolist() for row in rows]
             left = lengths[rows] - torch.tensor([len(text) for text in said])
             codes = torch.tensor([CODES[tuple(text)] for text in said])
@@ -233,7 +237,8 @@ class Sampler:
 
     def counts(self, n: int, seed: int = 1) -> Counter[Path]:
         torch.manual_seed(seed)
-        rows = min(n, ROWS)
+        # The least of many rows in lockstep would accept nothing, and no rule would be asked below a root.
+        rows = 4 if self.lockstep else min(n, ROWS)
         prompts, lengths = torch.zeros(rows, dtype=torch.long), torch.full((rows,), LENGTH)
         return Counter(text for _ in range(n // rows) for text in self.decode(prompts, lengths))
 
@@ -306,6 +311,14 @@ def test_three_rows_of_a_batch_have_each_its_own_law(rule: str, n: int) -> None:
         assert p_value(counts[prompt], law, n // 5) > SIGNIFICANCE
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_in_lockstep_have_the_targets_law(rule: str) -> None:
+    sampler = Sampler(RULES[rule], lockstep=True)
+    counts = sampler.counts(N_LOCKSTEP)
+    assert sampler.accepted > N_LOCKSTEP / 8
+    assert p_value(counts, law_of("plain"), N_LOCKSTEP) > SIGNIFICANCE
+
+
 # Rules and faults that change the law. Each must be refused, or the test above proves nothing.
 
 
@@ -348,6 +361,7 @@ def ratio_to_the_draft(p: Tensor, children: Sequence[int]) -> int:
 CONTROLS: dict[str, tuple[Sampler, int]] = {
     "bonus_from_p": (Sampler(sampled_by(bonus_from_p)), N_CONTROL),
     "no_renormalising": (Sampler(sampled_by(siblings_without_renormalising), EaglePolicy(21, 4, 1)), N_CONTROL),
+    "bonus_from_p_in_lockstep": (Sampler(sampled_by(bonus_from_p), lockstep=True), N_LOCKSTEP),
     "min_1_p_over_q": (Sampler(sampled_by(ratio_to_the_draft), drafter=lambda _: DRAFTER(())), N_CONTROL),
     "4_percent_wrong_rows": (Sampler(match, wrong_rows=0.04), N_FAST),
 }

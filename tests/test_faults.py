@@ -141,8 +141,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "processors see the committed prefix only": Fault(
         walk,
-        "transcript.prefix(row) for row in at",
-        "transcript.prefix(rows[i])[:, : transcript.lengths[rows[i]] - emitted[i]] for i in walking",
+        "transcript.prefixes(at)",
+        "[transcript.prefix(rows[i])[:, : transcript.lengths[rows[i]] - emitted[i]] for i in walking]",
         partial(test_sampling.test_processors_see_each_nodes_own_prefix, False, match),
     ),
     "an extra draw a round": Fault(
@@ -153,7 +153,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a stop inside the path is passed": Fault(
         walk,
-        " and not transcript.finished[rows[i]]",
+        " and not transcript.has_ended(row)",
         "",
         partial(test_acceptance.test_a_stop_inside_the_path_ends_the_walk_there, "greedy"),
     ),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from calls import NEW, PROMPT, Recorder, padded, plain, sequences, talon
+from calls import NEW, PROMPT, padded, plain, sequences, talon
 from models import VOCABULARY, drafter_zoo, tiny_model
 from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, WatermarkingConfig
@@ -158,42 +157,6 @@ def test_a_stateful_processor_is_called_once_per_emitted_token_in_order(model: A
     assert sequences(out) == want.tolist()
     prefixes = [want[0, : PROMPT.shape[1] + step].tolist() for step in range(NEW)]
     assert ours.prefixes == theirs.prefixes == prefixes
-
-
-def test_in_a_batch_every_row_has_a_stateful_processor_of_its_own(model: Any) -> None:
-    solo = []
-    for row in ROWS:
-        counting = LogitsProcessorList([Counting()])
-        solo += sequences(plain(model, torch.tensor([row]), max_new_tokens=NEW, logits_processor=counting))
-    shared = Counting()
-    ids, mask = padded(ROWS)
-    options = {"attention_mask": mask, "logits_processor": LogitsProcessorList([shared]), **OPTIONS}
-    got = talon(model, ids, drafter_zoo(solo, model)["good"], **options)
-    assert got[:, ids.shape[1] :].tolist() == [text[len(row) :] for text, row in zip(solo, ROWS, strict=True)]
-    assert shared.prefixes == []
-
-
-def test_a_processor_that_cannot_be_copied_is_refused_in_a_batch_before_any_token(model: Any) -> None:
-    class Locked(LogitsProcessor):
-        def __init__(self) -> None:
-            self.source = itertools.count()
-            self.open = open(__file__)  # noqa: SIM115  # a file handle cannot be copied
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            raise AssertionError("called")
-
-    ids = torch.tensor([[7, 11, 3], [5, 9, 23]])
-    with pytest.raises(ValueError, match=r"Locked cannot be copied .* one prompt at a time"):
-        talon(model, ids, "perfect", ids, logits_processor=LogitsProcessorList([Locked()]), **OPTIONS)
-
-
-def test_a_processor_that_returns_other_rows_is_refused_before_any_token(model: Any) -> None:
-    ids = torch.tensor([[7, 11, 3], [5, 9, 23]])
-    streamer = Recorder()
-    for_both = LogitsProcessorList([lambda _, scores: scores + torch.zeros(2, VOCABULARY)])
-    with pytest.raises(ValueError, match="was given one row of scores and returned 2"):
-        talon(model, ids, "perfect", ids, logits_processor=for_both, streamer=streamer, **OPTIONS)
-    assert [shape for shape, _ in streamer.puts] == [ids.shape], "more than the prompt was streamed"
 
 
 def test_prefix_free_processors_are_called_once_for_all_rows_of_a_step(

@@ -40,13 +40,10 @@ class Recorder(BaseStreamer):
 
 
 class Asked:
-    """A stopping criterion that never stops and notes what it is asked about, the same one for all rows."""
+    """A stopping criterion that never stops and notes what it is asked about."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[list[int]], Any]] = []
-
-    def __deepcopy__(self, memo: Any) -> Asked:
-        return self
 
     def __call__(self, input_ids: Tensor, scores: Any) -> Tensor:
         self.calls.append((input_ids.tolist(), scores))
@@ -78,7 +75,7 @@ def test_a_step_is_put_once_every_running_row_has_it(rows: int, seed: int) -> No
     transcript = transcript_of(rows, streamer=streamer)
     for row, token in in_any_order(TEXTS[:rows], seed):
         before = list(transcript.finished)
-        transcript.append(row, token)
+        transcript.append([row], [token])
         finished = before if streams_before_stopping() else transcript.finished
         running = [length for length, done in zip(transcript.lengths, finished, strict=True) if not done]
         assert len(streamer.puts) == min(running, default=max(transcript.lengths)) - PROMPT.shape[1]
@@ -93,7 +90,7 @@ def test_a_single_row_streams_every_token_at_once() -> None:
     streamer = Recorder()
     transcript = transcript_of(1, streamer=streamer)
     for count, token in enumerate(TEXTS[0], start=1):
-        transcript.append(0, token)
+        transcript.append([0], [token])
         assert len(streamer.puts) == count
 
 
@@ -103,7 +100,7 @@ def test_stopping_criteria_are_asked_once_a_token_in_order_about_the_whole_row(s
     transcript = transcript_of(3, asked)
     order = list(in_any_order(TEXTS, seed))
     for row, token in order:
-        transcript.append(row, token)
+        transcript.append([row], [token])
     said: list[list[int]] = PROMPT.tolist()
     for (row, token), (ids, scores) in zip(order, asked.calls, strict=True):
         said[row].append(token)
@@ -114,7 +111,7 @@ def test_stopping_criteria_are_shown_the_rows_own_scores_where_they_are_kept() -
     asked = Asked()
     transcript = transcript_of(2, asked, keep_scores=True)
     for row, token in ((0, 1), (1, 3), (1, 4)):
-        transcript.append(row, token, torch.full((4,), 10.0 * row + token))
+        transcript.append([row], [token], torch.full((1, 4), 10.0 * row + token))
     assert [[step.tolist() for step in scores] for _, scores in asked.calls] == [
         [[[1.0] * 4]],
         [[[13.0] * 4]],
@@ -142,38 +139,33 @@ def test_a_criterion_hears_of_a_token_before_or_after_the_streamer_as_with_plain
     assert order == plain
 
 
-def test_in_a_batch_every_row_has_stopping_criteria_of_its_own() -> None:
-    class Counting:
-        def __init__(self) -> None:
-            self.count = 0
+def test_in_lockstep_all_rows_are_appended_before_the_column_is_streamed_and_asked_about() -> None:
+    streamer, asked = Recorder(), Asked()
+    transcript = transcript_of(3, asked, lockstep=True, streamer=streamer, keep_scores=True)
+    said = []
+    for tokens in ([1, 3, EOS], [2, 4, 5], [EOS, 5, 6], [7, EOS, 8]):
+        said.append(transcript.append([0, 1, 2], tokens, torch.full((3, 4), 10.0 * len(said))))
+        assert [transcript.has_ended(row) for row in range(3)] == [len(said) == 4] * 3
+    assert said == [[1, 3, EOS], [2, 4, PAD], [EOS, 5, PAD], [PAD, EOS, PAD]]
+    assert streamer.puts == [(torch.Size([3]), step) for step in said]
+    for step, (ids, scores) in enumerate(asked.calls, start=1):
+        assert ids == [[*p, *row] for p, row in zip(PROMPT.tolist(), zip(*said[:step], strict=True), strict=True)]
+        assert [float(kept[0, 0]) for kept in scores] == [10.0 * i for i in range(step)]
+    assert [tuple(step.shape) for step in transcript.scores()] == [(3, 4)] * 4
 
+
+def test_in_lockstep_without_an_end_token_a_finished_row_talks_on_until_the_last_has_ended() -> None:
+    class EndsRow:
         def __call__(self, input_ids: Tensor, scores: Any) -> Tensor:
-            self.count += 1
-            return torch.full((len(input_ids),), self.count == 3)
+            return input_ids[:, -1] == EOS
 
-    transcript = transcript_of(2, Counting())
-    for row, token in ((0, 1), (1, 3), (0, 1), (1, 3)):
-        transcript.append(row, token)
-    assert transcript.finished == [False, False]
-    transcript.append(1, 3)
-    assert transcript.finished == [False, True]
-
-
-def test_a_criterion_that_answers_for_other_rows_is_refused() -> None:
-    limits = torch.tensor([5, 9])
-    transcript = transcript_of(2, lambda ids, _: ids.shape[1] >= limits)
-    with pytest.raises(ValueError, match="asked about one row and answered for 2"):
-        transcript.append(0, 1)
-
-
-def test_a_criterion_that_cannot_be_copied_is_refused_in_a_batch() -> None:
-    class Locked(Asked):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise TypeError("it holds a lock")
-
-    transcript_of(1, Locked())
-    with pytest.raises(ValueError, match=r"stopping criterion Locked cannot be copied \(it holds a lock\)"):
-        transcript_of(2, Locked())
+    transcript = Transcript(PROMPT, StoppingCriteriaList([EndsRow()]), pad_token_id=PAD, lockstep=True)
+    assert transcript.append([0, 1, 2], [EOS, 3, EOS]) == [EOS, 3, EOS]
+    assert transcript.append([0, 1, 2], [4, 5, 6]) == [4, 5, 6]
+    assert [transcript.finished, [transcript.is_padded(row) for row in range(3)]] == [[True, False, True], [False] * 3]
+    transcript.append([0, 1, 2], [7, EOS, 8])
+    assert transcript.has_ended(0)
+    assert transcript.sequences()[:, 2:].tolist() == [[EOS, 4, 7], [3, 5, EOS], [EOS, 6, 8]]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -181,7 +173,7 @@ def test_finished_rows_are_padded_and_rows_know_where_they_are(seed: int) -> Non
     transcript = transcript_of()
     for row, token in in_any_order(TEXTS, seed):
         assert not transcript.finished[row]
-        transcript.append(row, token)
+        transcript.append([row], [token])
         assert transcript.prefix(row)[0, -1] == transcript.last([row])[0] == token
         assert transcript.finished[row] is (token == EOS)
     assert transcript.lengths == [5, 8, 3]
@@ -192,8 +184,8 @@ def test_finished_rows_are_padded_and_rows_know_where_they_are(seed: int) -> Non
 def test_a_long_text_outgrows_its_buffer_unharmed() -> None:
     transcript, text = transcript_of(2), [1 + i % 8 for i in range(500)]
     for token in text:
-        transcript.append(1, token)
-    transcript.append(0, EOS)
+        transcript.append([1], [token])
+    transcript.append([0], [EOS])
     assert transcript.prefix(1).tolist() == [[0, 7, *text]]
     assert transcript.sequences().tolist() == [[5, 6, EOS, *[PAD] * 499], [0, 7, *text]]
 
@@ -201,7 +193,7 @@ def test_a_long_text_outgrows_its_buffer_unharmed() -> None:
 def test_the_prompt_is_not_written_to() -> None:
     before = PROMPT.clone()
     transcript = transcript_of()
-    transcript.append(0, 3)
+    transcript.append([0], [3])
     assert PROMPT.equal(before)
 
 
@@ -209,7 +201,8 @@ def test_the_prompt_is_not_written_to() -> None:
 def test_scores_and_logits_are_kept_by_step_in_float32_with_zeros_behind_a_finished_row(dtype: torch.dtype) -> None:
     transcript = transcript_of(2, keep_scores=True, keep_logits=True)
     for row, token in ((0, 1), (1, 3), (1, 4), (0, EOS), (1, EOS)):
-        transcript.append(row, token, torch.full((3,), token, dtype=dtype), torch.full((3,), -token, dtype=dtype))
+        kept = torch.full((1, 3), token, dtype=dtype)
+        transcript.append([row], [token], kept, -kept)
     want = torch.tensor([[[1.0] * 3, [3.0] * 3], [[9.0] * 3, [4.0] * 3], [[0.0] * 3, [9.0] * 3]])
     assert [step.dtype for step in transcript.scores()] == [torch.float32] * 3
     assert torch.stack(transcript.scores()).equal(want)
@@ -218,7 +211,7 @@ def test_scores_and_logits_are_kept_by_step_in_float32_with_zeros_behind_a_finis
 
 def test_nothing_is_kept_unless_asked_for() -> None:
     transcript = transcript_of(1)
-    transcript.append(0, 1, torch.zeros(3), torch.zeros(3))
+    transcript.append([0], [1], torch.zeros(1, 3), torch.zeros(1, 3))
     assert (transcript.scores(), transcript.logits()) == (None, None)
 
 
