@@ -49,8 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args) or 0
-    except (ValueError, OSError) as error:
-        print(f"talon-hf: {' '.join(str(error).split())}", file=sys.stderr)
+    except Exception as error:
+        # Our own errors are sentences; of another one the kind says at least as much as its text.
+        kind = "" if isinstance(error, (ValueError, OSError)) and str(error) else f"{type(error).__name__}: "
+        print(f"talon-hf: {' '.join(f'{kind}{error}'.split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130  # what a shell reports for it

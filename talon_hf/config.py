@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 PREFIX = "talon_"
@@ -38,17 +39,25 @@ class TalonConfig:
     def __post_init__(self) -> None:
         _one_of("policy", self.policy, POLICIES)
         _one_of("acceptance", self.acceptance, ACCEPTANCE)
-        _whole("node_budget", self.node_budget, 2, "the root counts, so 2 drafts one token")
-        _whole("top_k", self.top_k, 1, "the first layer needs a node")
-        _whole("top_k_layers", self.top_k_layers, 0, "0 lets the gate decide from the first layer")
-        _whole("depth", self.depth, 1, "one expansion is the least")
+        self._whole("node_budget", 2, "the root counts, so 2 drafts one token")
+        self._whole("top_k", 1, "the first layer needs a node")
+        self._whole("top_k_layers", 0, "0 lets the gate decide from the first layer")
+        self._whole("depth", 1, "one expansion is the least")
         if self.max_depth is not None:
-            _whole("max_depth", self.max_depth, 1, "leave it out for no limit but the budget")
-        if isinstance(self.mu, bool) or not isinstance(self.mu, (int, float)) or not 0.0 < self.mu <= 1.0:
+            self._whole("max_depth", 1, "leave it out for no limit but the budget")
+        if isinstance(self.mu, bool) or not isinstance(self.mu, Real) or not 0.0 < self.mu <= 1.0:
             raise ValueError(
                 f"`{PREFIX}mu` must be a number in (0, 1], got {self.mu!r}: it is a fraction of the layer's best path "
                 "probability; the default is 0.03."
             )
+        object.__setattr__(self, "mu", float(self.mu))
+
+    def _whole(self, name: str, least: int, why: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise ValueError(f"`{PREFIX}{name}` must be a whole number of at least {least}, got {value!r}: {why}.")
+        # NumPy's numbers wrap around and are no JSON; Python's are neither.
+        object.__setattr__(self, name, int(value))
 
     @classmethod
     def resolve(cls, *sources: Mapping[str, Any]) -> TalonConfig:
@@ -75,8 +84,3 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
         raise ValueError(f"`{PREFIX}{name}` must be one of {choices}, got {value!r}.")
-
-
-def _whole(name: str, value: Any, least: int, why: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"`{PREFIX}{name}` must be a whole number of at least {least}, got {value!r}: {why}.")

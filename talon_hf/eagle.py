@@ -8,19 +8,24 @@ section 3.1). The key-value cache's committed columns hold pairs with target fea
 
 from __future__ import annotations
 
+import os
 import warnings
-from pathlib import Path
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 
 from .cache import TreeCache
-from .checkpoints import EagleConfig, draft_ids, read_checkpoint
+from .checkpoints import DTYPES, canonical, draft_ids, read_checkpoint
 from .drafter import Commit, DraftSession, FeatureSpec
+from .eagle_layer import DraftLayer
+from .head_config import EagleConfig
+
+# Embedding matrices are padded to a multiple of at most this many rows.
+MOST_PADDING = 1024
 
 
 class EagleDraft(nn.Module):
@@ -35,22 +40,26 @@ class EagleDraft(nn.Module):
         super().__init__()
         self.config = config
         h, theirs = config.hidden_size, config.target_hidden_size
-        self.fc = nn.Linear(len(config.aux_layers or (0, 0, 0)) * theirs, h, bias=False)
-        self.layer = DraftLayer(config)
-        self.norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
         owns_embeddings = tensors is not None and "embed_tokens.weight" in tensors
-        self.embed_tokens = nn.Embedding(config.vocab_size, h) if owns_embeddings else None
+        # Weights that the file's replace are not drawn: that takes time, and the caller's seed has other uses.
+        with nullcontext() if tensors is None else torch.device("meta"):
+            self.fc = nn.Linear(len(config.aux_layers or (0, 0, 0)) * theirs, h, bias=False)
+            self.layer = DraftLayer(config)
+            self.norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
+            self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
+            self.embed_tokens = nn.Embedding(config.vocab_size, h) if owns_embeddings else None
+        ids = draft_ids(config, (tensors or {}).get("d2t"))
+        self.highest_id = config.draft_vocab_size - 1 if ids is None else int(ids.max())
         self.draft_ids: Tensor | None
-        self.register_buffer("draft_ids", draft_ids(config, (tensors or {}).get("d2t")), persistent=False)
+        self.register_buffer("draft_ids", ids, persistent=False)
         if tensors is not None:
-            self.load_state_dict(_canonical(tensors), strict=True, assign=True)  # keeps the file's dtype
+            self.load_state_dict(canonical(tensors), strict=True, assign=True)  # keeps the file's dtype
         self.eval().requires_grad_(False)
 
     @classmethod
     def from_pretrained(
         cls,
-        source: str | Path,
+        source: str | os.PathLike[str],
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -60,14 +69,17 @@ class EagleDraft(nn.Module):
 
         Args:
             source: folder or Hub id; a folder of a repository is "org/repository/folder".
-            dtype: of the weights; None keeps the file's.
+            dtype: of the weights, float16, bfloat16, float32 or float64; None keeps the file's.
             device: where to; None is the CPU.
             hub: `subfolder`, `revision`, `token`, `cache_dir`, `local_files_only`, as in `hf_hub_download`.
 
         Raises:
             OSError: nothing to load there.
-            ValueError: missing, unexpected or misshapen tensors (named), or `d2t` out of range.
+            ValueError: a file that cannot be read, or a tensor, a config entry or a `d2t` out of the layout, by name.
         """
+        if dtype not in (None, *DTYPES):
+            names = ", ".join(str(known) for known in DTYPES)
+            raise ValueError(f"A head computes in one of {names}, got `dtype`={dtype!r}. Leave it out for the file's.")
         config, tensors = read_checkpoint(source, **hub)
         head = cls(config, tensors)
         return head.to(device=device, dtype=dtype or tensors["fc.weight"].dtype)
@@ -89,11 +101,7 @@ class EagleDraft(nn.Module):
             ValueError: the head was made for a target of another vocabulary, width or depth.
         """
         text = target.config.get_text_config(decoder=True)
-        if self.config.vocab_size != text.vocab_size:
-            raise ValueError(
-                f"`assistant_model` is a head for a vocabulary of {self.config.vocab_size}, the model's is "
-                f"{text.vocab_size}. Use the head that was trained for this model."
-            )
+        self._refuse_vocabulary(text.vocab_size)
         if self.config.target_hidden_size != text.hidden_size:
             raise ValueError(
                 f"`assistant_model` reads features of width {self.config.target_hidden_size}, the model's hidden size "
@@ -107,65 +115,35 @@ class EagleDraft(nn.Module):
                 "not have, each once. EAGLE-3's default layers need 7; others are named by "
                 "`eagle_aux_hidden_state_layer_ids` in the head's config.json."
             )
+        width = getattr(target.get_input_embeddings(), "embedding_dim", self.config.hidden_size)
+        if self.embed_tokens is None and width != self.config.hidden_size:
+            raise ValueError(
+                f"`assistant_model` reads the model's token embeddings in a width of {self.config.hidden_size}, and "
+                f"theirs is {width}. Use a head that has embeddings of its own (`embed_tokens.weight`)."
+            )
         return FeatureSpec(tuple(boundaries))
+
+    def _refuse_vocabulary(self, rows: int) -> None:
+        """Raises unless every drafted id is one of the model's, whose rows may be padded; the head's may be too."""
+        ours = self.config.vocab_size
+        sizes = f"`assistant_model` is a head for a vocabulary of {ours}, the model's is {rows}"
+        if self.highest_id >= rows:
+            source = "it has no `d2t`" if self.draft_ids is None else "its `d2t` maps one there"
+            raise ValueError(
+                f"{sizes}: the head drafts ids up to {self.highest_id} ({source}). Use the head that was trained for "
+                "this model."
+            )
+        if rows - ours >= min(MOST_PADDING, 2 * ours):
+            raise ValueError(f"{sizes}, more than padding adds. Use the head that was trained for this model.")
 
     def open(self, target: PreTrainedModel, rows: int) -> DraftSession:
         """A session for `rows` prompts of this target."""
-        embeddings = self.embed_tokens or cast(nn.Embedding, target.get_input_embeddings())
-        return EagleSession(self, embeddings, rows)
+        embeddings = target.get_input_embeddings() if self.embed_tokens is None else self.embed_tokens
+        return EagleSession(self, cast(nn.Module, embeddings), rows)
 
     def log_probs(self, states: Tensor) -> Tensor:
         """(..., Vd) float32 log-probs from layer outputs (..., h)."""
         return torch.log_softmax(self.lm_head(self.norm(states)).float(), dim=-1)
-
-
-class DraftLayer(nn.Module):
-    """The decoder layer: attention over concat(embedding, feature), residuals on the feature."""
-
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        h, self.head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
-        self.embed_norm = nn.RMSNorm(h, eps=eps)
-        self.hidden_norm = nn.RMSNorm(h, eps=eps)
-        self.qkv = nn.Linear(2 * h, (self.heads + 2 * self.key_heads) * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, h, bias=False)
-        self.post_attention_norm = nn.RMSNorm(h, eps=eps)
-        self.gate_up = nn.Linear(h, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, h, bias=False)
-        self.activation = ACT2FN[config.hidden_act]
-        self.rope_theta = config.rope_theta
-
-    def forward(
-        self, embeds: Tensor, features: Tensor, positions: Tensor, cache: TreeCache, mask: Tensor | None
-    ) -> Tensor:
-        """(B, m, h) outputs before any final norm, which are also the next features.
-
-        Args:
-            embeds, features: (B, m, h).
-            positions: (B, m) int64.
-            cache: gets the m columns appended.
-            mask: (B, 1, m, columns) bool, True may attend; None is causal over an empty cache.
-        """
-        rows, m, _ = features.shape
-        mixed = torch.cat([self.embed_norm(embeds), self.hidden_norm(features)], dim=-1)
-        heads = self.qkv(mixed).view(rows, m, -1, self.head_dim).transpose(1, 2)
-        query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
-        cos, sin = self._rotary(positions, features.dtype)
-        key, value = cache.update(_rotate(key, cos, sin), value, 0)
-        attended = F.scaled_dot_product_attention(
-            _rotate(query, cos, sin), key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        states = features + self.o_proj(attended.transpose(1, 2).reshape(rows, m, -1))
-        gate, up = self.gate_up(self.post_attention_norm(states)).chunk(2, dim=-1)
-        return states + self.down_proj(self.activation(gate) * up)
-
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, (B, 1, m, head_dim), of any position: the trained length is no bound."""
-        exponents = torch.arange(0, self.head_dim, 2, device=positions.device).float() / self.head_dim
-        angles = positions.float().unsqueeze(-1) / self.rope_theta**exponents
-        angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class EagleSession:
@@ -173,13 +151,13 @@ class EagleSession:
 
     Args:
         head: the weights.
-        embeddings: token embeddings, weight (V, h).
+        embeddings: token embeddings: ids (B, m) in, (B, m, h) out.
         rows: batch size.
     """
 
     max_depth: int | None = None
 
-    def __init__(self, head: EagleDraft, embeddings: nn.Embedding, rows: int) -> None:
+    def __init__(self, head: EagleDraft, embeddings: nn.Module, rows: int) -> None:
         self.draft_ids = head.draft_ids
         self.steps = 0
         self._has_warned = False
@@ -244,12 +222,18 @@ class EagleSession:
             )
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """(B, m, h) raw embeddings: a model that scales its own does so after the lookup, which the head never saw."""
-        weight = self._embeddings.weight
-        if weight.device.type == "meta":
-            # Offloaded: only the module's own call brings the weight in. The head's norm takes a scale out again.
+        """(B, m, h) embeddings, by the module's own call: a packed, quantised or offloaded weight is no table.
+
+        Heads are trained on the plain weight. Where the module multiplies it by a constant (Gemma 3), the head's norm
+        takes the constant out again: it only makes `rms_norm_eps` weigh less.
+        """
+        known = getattr(self._embeddings, "num_embeddings", None)
+        if known is not None:  # a padded model may emit an id beyond the head's own embeddings
+            tokens = tokens.clamp(max=known - 1)
+        weight = next(chain(self._embeddings.parameters(), self._embeddings.buffers()), None)
+        if weight is None or weight.device.type == "meta":  # offloaded: its hook moves the ids too
             return self._embeddings(tokens)
-        return F.embedding(tokens.to(weight.device), weight)
+        return self._embeddings(tokens.to(weight.device))
 
     def _commit_mask(self, valid: Tensor) -> Tensor | None:
         """(B, 1, m, columns) bool: committed columns, then valid new ones up to itself; padding sees itself."""
@@ -267,28 +251,3 @@ def _following_tokens(commit: Commit) -> Tensor:
     following = torch.cat([commit.tokens[:, 1:], commit.roots.unsqueeze(1)], dim=1)
     is_last = commit.valid & ~torch.cat([commit.valid[:, 1:], torch.zeros_like(commit.valid[:, :1])], dim=1)
     return torch.where(is_last, commit.roots.unsqueeze(1), following)
-
-
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = states.chunk(2, dim=-1)
-    return states * cos + torch.cat([-right, left], dim=-1) * sin
-
-
-def _canonical(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Official names -> this module's; projections that read one input are stacked into one matrix."""
-    attention = [tensors[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkv"]
-    canonical = {
-        "fc.weight": tensors["fc.weight"],
-        "layer.embed_norm.weight": tensors["midlayer.input_layernorm.weight"],
-        "layer.hidden_norm.weight": tensors["midlayer.hidden_norm.weight"],
-        "layer.qkv.weight": torch.cat(attention),
-        "layer.o_proj.weight": tensors["midlayer.self_attn.o_proj.weight"],
-        "layer.post_attention_norm.weight": tensors["midlayer.post_attention_layernorm.weight"],
-        "layer.gate_up.weight": torch.cat([tensors[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up")]),
-        "layer.down_proj.weight": tensors["midlayer.mlp.down_proj.weight"],
-        "norm.weight": tensors["norm.weight"],
-        "lm_head.weight": tensors["lm_head.weight"],
-    }
-    if "embed_tokens.weight" in tensors:
-        canonical["embed_tokens.weight"] = tensors["embed_tokens.weight"]
-    return canonical

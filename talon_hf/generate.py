@@ -6,18 +6,17 @@ it, binds the loop and hands the rest to `GenerationMixin.generate`.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
+from .assistants import drafter_of
 from .checks import check_arguments, check_cache, check_padding, refuse_target
 from .config import PREFIX, TalonConfig
 from .decoding import TalonOutput, talon_decode
-from .drafter import Drafter
-from .eagle import EagleDraft
 from .settings import take_settings
 
 # From a local folder, transformers before 5.17 copies only the modules that this file itself imports.
@@ -27,7 +26,12 @@ from .cache import TreeCache  # noqa: F401
 from .candidates import TalonCandidateGenerator  # noqa: F401
 from .checkpoints import read_checkpoint  # noqa: F401
 from .compat import cache_keyword  # noqa: F401
+from .drafter import Drafter  # noqa: F401
+from .eagle import EagleDraft  # noqa: F401
+from .eagle_layer import DraftLayer  # noqa: F401
 from .features import features_of  # noqa: F401
+from .head_config import read_config  # noqa: F401
+from .head_files import HeadFiles  # noqa: F401
 from .masks import tree_masks  # noqa: F401
 from .pace import must_keep_step  # noqa: F401
 from .policies import TreePolicy  # noqa: F401
@@ -55,8 +59,8 @@ def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: 
         inputs: (B, L) int64 prompt, as `generate` takes it; `input_ids=` works too.
         model: the target.
         kwargs: everything that `model.generate` takes, and
-            assistant_model: an EAGLE-3 head (`EagleDraft`), or where to load one from, once: a folder, a Hub id, or
-                "org/name/folder".
+            assistant_model: an EAGLE-3 head (`EagleDraft`), or where to load one from: a folder (a string or a `Path`;
+                loaded anew when its files have changed), a Hub id, or "org/name/folder".
             talon_policy, talon_node_budget, talon_mu, ...: the fields of `TalonConfig`; an argument here wins over
             the attribute of that name on `generation_config`, which wins over the default.
 
@@ -81,7 +85,7 @@ def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: 
     TalonConfig.resolve(
         options, vars(kwargs.get("generation_config") or model.generation_config), vars(model.generation_config)
     )
-    drafter = _drafter(assistant, model, hub)
+    drafter = drafter_of(assistant, model, hub)
     drafter.features_of(model)
     if taken["stop_strings"] is not None:
         kwargs["stopping_criteria"] = _with_stop_strings(kwargs, taken["stop_strings"], tokenizer)
@@ -122,31 +126,6 @@ def _on(model: PreTrainedModel, loop: Any) -> Any:
         return loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
     return decode
-
-
-def _drafter(assistant: Any, model: PreTrainedModel, hub: dict[str, Any]) -> Drafter:
-    if assistant is None:
-        raise ValueError(
-            "`assistant_model` is missing: TALON needs a drafter, e.g. "
-            "`assistant_model=EagleDraft.from_pretrained(...)` or the folder or Hub id of an EAGLE-3 head."
-        )
-    if isinstance(assistant, str):
-        access = {name: hub[name] for name in ("token", "cache_dir", "local_files_only") if hub[name] is not None}
-        # Offloaded weights lie on "meta" between forwards; the head goes where the others are.
-        devices = [parameter.device for parameter in model.parameters() if parameter.device.type != "meta"]
-        return _loaded(assistant, model.dtype, devices[0] if devices else torch.device("cpu"), tuple(access.items()))
-    if isinstance(assistant, type) or not isinstance(assistant, Drafter):
-        name = f"the class {assistant.__name__}" if isinstance(assistant, type) else f"a {type(assistant).__name__}"
-        raise ValueError(
-            f"`assistant_model` is {name}, which is no drafter: pass an `EagleDraft`, or the "
-            "folder or Hub id of an EAGLE-3 head."
-        )
-    return assistant
-
-
-@lru_cache(maxsize=4)
-def _loaded(source: str, dtype: torch.dtype, device: torch.device, access: tuple[tuple[str, Any], ...]) -> EagleDraft:
-    return EagleDraft.from_pretrained(source, dtype=dtype, device=device, **dict(access))
 
 
 def _with_stop_strings(kwargs: dict[str, Any], strings: Any, tokenizer: Any) -> StoppingCriteriaList:

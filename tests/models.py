@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from talon_hf import EagleDraft
-from talon_hf.checkpoints import EagleConfig
 from talon_hf.drafter import Commit, FeatureSpec
+from talon_hf.head_config import EagleConfig
 
 VOCABULARY = 50
 COMMON: dict[str, Any] = {
