@@ -118,11 +118,12 @@ class HeadFiles:
         places = self._json(index).get("weight_map")
         if not isinstance(places, dict) or not places:
             raise self._broken(index, "has no `weight_map` of tensor names and files")
-        tensors: dict[str, Tensor] = {}
-        for name in dict.fromkeys(places.values()):
+        for name in places.values():
             # A name is one of the head's own files: no path leads out of its folder.
             if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.(safetensors|bin)", name):
                 raise self._broken(index, f"names {name!r}, which is no weights file beside it")
+        tensors: dict[str, Tensor] = {}
+        for name in dict.fromkeys(places.values()):
             shard = self._tensors(self.find((name,), f"{name}, which {index.name} names,"))
             twice = sorted(shard.keys() & tensors.keys())
             if twice:
@@ -151,9 +152,9 @@ class HeadFiles:
                 # Copies: the file stays mapped otherwise, and the head would change when it is written anew.
                 return {name: tensor.clone() for name, tensor in load_file(path, device="cpu").items()}
             content = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, MemoryError):
+        except MemoryError:
             raise
-        except Exception as error:  # as many kinds as there are ways to spoil a pickle
+        except Exception as error:  # as many kinds as there are ways to spoil a file
             if "weights_only" in str(error):
                 # Not passed on: what torch advises here is to run the code in the file.
                 what = "is damaged, or holds more than tensors, and nothing else is loaded"
