@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads import head_config, head_tensors, write_head
 from models import random_head, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -309,6 +310,47 @@ def test_error_of_the_library_during_generation_is_one_line(
     assert main(["generate", "5 9 17"]) == 2
     _, error = capsys.readouterr().err.splitlines()
     assert error.startswith("talon-hf: TALON does not support `num_beams` (got 4).")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("size mismatch\n  at layer 3"), "RuntimeError: size mismatch at layer 3"),
+        (KeyError("rope_theta"), "KeyError: 'rope_theta'"),
+        (AttributeError("no attribute"), "AttributeError: no attribute"),
+        (TypeError(), "TypeError: "),
+        (AssertionError(), "AssertionError: "),
+        (OSError(), "OSError: "),
+        (RecursionError("too deep"), "RecursionError: too deep"),
+        (MemoryError(), "MemoryError: "),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried to"), "OutOfMemoryError: CUDA out of memory. Tried to"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_any_error_is_one_line_and_exit_code_2(
+    error: Exception, told: str, fake: FakePair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(**kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(cli, "generate", failing)
+    assert main(["generate", "5 9 17"]) == 2
+    _, line = capsys.readouterr().err.splitlines()
+    assert line == f"talon-hf: {told}".rstrip()
+
+
+@pytest.mark.parametrize("spoilt", ["config.json", "model.safetensors"])
+def test_a_spoilt_head_is_one_line(
+    spoilt: str, fake: FakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "load_draft", pair.load_draft)
+    config = head_config(fake.model)
+    folder = write_head(tmp_path, config, head_tensors(config))
+    (folder / spoilt).write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert main(["generate", "5 9 17", "--draft", str(folder)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("talon-hf: The head ")
+    assert f"{spoilt}' is a git-lfs pointer" in error
 
 
 def test_interrupt_ends_it_quietly(

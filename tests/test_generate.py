@@ -102,6 +102,21 @@ def test_a_string_may_name_a_folder_of_a_hub_repository(llama: PreTrainedModel, 
     assert sequences(out) == sequences(plain(llama, PROMPT, max_new_tokens=NEW))
 
 
+def test_a_pipeline_takes_a_folder_at_the_call(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, modules_cache: None, tmp_path: Path
+) -> None:
+    """At construction transformers itself would load the folder, as a model and a tokenizer that are not there."""
+    config = head_config(llama)
+    folder = write_head(tmp_path / "head", config, head_tensors(config))
+    with pytest.raises((ValueError, OSError)):
+        pipeline("text-generation", model=llama, tokenizer=tokenizer, assistant_model=str(folder))
+    pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer)
+    options = {"do_sample": False, "max_new_tokens": NEW}
+    ours = {"custom_generate": str(ROOT), "trust_remote_code": True}
+    for source in (str(folder), folder):
+        assert pipe("Hello", assistant_model=source, **ours, **options) == pipe("Hello", **options)
+
+
 @pytest.mark.parametrize("where", ["call", "construction"])
 def test_a_text_generation_pipeline_takes_it(
     where: str, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, modules_cache: None
