@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import os
 import statistics
 import sys
 import time
@@ -48,8 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        return args.run(args) or 0
+        code = args.run(args) or 0
+        sys.stdout.flush()  # a reader that has gone is met here, not when the interpreter ends
+        return code
     except Exception as error:
+        if isinstance(error, BrokenPipeError):
+            # What is still in the buffer goes nowhere, or the interpreter would complain of it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # Our own errors are sentences; of another one the kind says at least as much as its text.
         kind = "" if isinstance(error, (ValueError, OSError)) and str(error) else f"{type(error).__name__}: "
         print(f"talon-hf: {' '.join(f'{kind}{error}'.split())}", file=sys.stderr)

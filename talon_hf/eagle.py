@@ -81,7 +81,10 @@ class EagleDraft(nn.Module):
             names = ", ".join(str(known) for known in DTYPES)
             raise ValueError(f"A head computes in one of {names}, got `dtype`={dtype!r}. Leave it out for the file's.")
         config, tensors = read_checkpoint(source, **hub)
-        head = cls(config, tensors)
+        try:
+            head = cls(config, tensors)
+        except ValueError as error:
+            raise ValueError(f"The head {os.fspath(source)!r} has a wrong `d2t`: {error}") from None
         return head.to(device=device, dtype=dtype or tensors["fc.weight"].dtype)
 
     @property

@@ -42,9 +42,11 @@ class HeadFiles:
         OSError: `source` is a file, or written as a path and no folder.
     """
 
-    def __init__(self, source: str | os.PathLike[str], subfolder: str | None = None, **hub: Any) -> None:
+    def __init__(
+        self, source: str | os.PathLike[str], subfolder: str | os.PathLike[str] | None = None, **hub: Any
+    ) -> None:
         self.source = os.fsdecode(source)
-        self._subfolder, self._hub = subfolder, hub
+        self._subfolder, self._hub = os.fspath(subfolder) if subfolder else None, hub
         if not self.source:
             raise FileNotFoundError(f"The head is an empty string: it is a folder with {HEAD_FILES}, or a Hub id.")
         if Path(self.source).is_file():

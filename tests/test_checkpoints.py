@@ -97,6 +97,7 @@ def test_an_offset_out_of_the_vocabulary_is_named(
     tensors = head_tensors(config)
     tensors["d2t"][at] = offset
     message = refusal(ValueError, tmp_path, config, tensors)
+    assert str(tmp_path) in message
     assert f"`d2t` maps draft id {at} to {token}, outside the target's vocabulary of {VOCABULARY}" in message
     assert "target id = draft id + d2t[draft id]" in message
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -351,6 +353,18 @@ def test_a_spoilt_head_is_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("talon-hf: The head ")
     assert f"{spoilt}' is a git-lfs pointer" in error
+
+
+def test_a_reader_that_has_gone_is_one_line(
+    fake: FakePair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert main(["generate", "5 9 17", "--max-new-tokens", "2"]) == 2
+        gone.flush()  # as the interpreter does at its end
+    assert capsys.readouterr().err.splitlines()[-1] == "talon-hf: [Errno 32] Broken pipe"
 
 
 def test_interrupt_ends_it_quietly(
