@@ -3,10 +3,10 @@
 from .audit import check_target
 from .candidates import TalonCandidateGenerator
 from .config import TalonConfig
-from .decoding import TalonOutput
 from .drafter import Drafter
 from .eagle import EagleDraft
 from .generate import generate
+from .output import TalonOutput
 from .stats import TalonStats
 
 __all__ = [

@@ -8,6 +8,8 @@ window, so a rejected branch cannot push a column out.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -58,6 +60,14 @@ class TreeLayer(DynamicLayer):
         self._length = length
         if self._buffers:
             self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TreeLayer:
+        """A layer with the columns in use alone, in buffers of its own."""
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._buffers = [buffer[:, :, : self._length].clone() for buffer in self._buffers]
+        twin._view(self._length)
+        return twin
 
     def get_seq_length(self) -> int:
         """Columns in use, those of the longest row."""
@@ -115,7 +125,6 @@ class TreeCache(DynamicCache):
 
     Attributes:
         committed: per row, how many columns are committed; the buffer ends at their maximum between rounds.
-        turn: what a finished call leaves for the next one (see `turns.py`).
     """
 
     def __init__(self, rows: int, capacity: int = 0) -> None:
@@ -123,7 +132,12 @@ class TreeCache(DynamicCache):
         # Layers appear as the model first updates them, so layers that share another's keys cost nothing.
         self.layer_class_to_replicate = partial(TreeLayer, capacity)  # type: ignore[assignment]  # only called
         self.committed = [0] * rows
-        self.turn: Any = None
+
+    def fill(self, columns: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Copies the `columns` of another cache into this one, which is empty; all of them are committed."""
+        for index, (keys, values) in columns.items():
+            self.update(keys, values, index)
+        self.committed = [self.get_seq_length()] * len(self.committed)
 
     def keep(self, picked: list[list[int]]) -> None:
         """Settles the last forward: keeps its columns `picked` (per row, counted from its first column), in order."""
@@ -182,8 +196,7 @@ class TreeCache(DynamicCache):
         self._set_rows([done for done in self.committed for _ in range(repeats)])
 
     def _set_rows(self, committed: list[int]) -> None:
-        # A turn tells of the rows as they were; a caller that changes them starts anew.
-        self.committed, self.turn = committed, None
+        self.committed = committed
 
     def visible(self, device: torch.device | None = None) -> Tensor:
         """(B, longest row) bool: the committed columns of each row."""
@@ -208,3 +221,9 @@ class TreeCache(DynamicCache):
 
     def _tree_layers(self) -> list[TreeLayer]:
         return [layer for layer in self.layers if isinstance(layer, TreeLayer) and layer.is_initialized]
+
+
+def columns_of(cache: DynamicCache) -> dict[int, tuple[Tensor, Tensor]]:
+    """By layer, its keys and values (B, heads, columns, head_dim); layers that keep none are left out."""
+    layers: list[Any] = cache.layers
+    return {i: (layer.keys, layer.values) for i, layer in enumerate(layers) if layer.is_initialized}

@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .compat import (
     configs_keep_unset_fields,
@@ -67,6 +69,8 @@ def check_cache(cache: Any, implementation: str | None) -> None:
 
     A given cache of another kind than TALON's own is not filled: the output carries the one to pass on.
     """
+    if isinstance(cache, ValueError):
+        raise ValueError(*cache.args)  # says why there is no cache: what an unpickled output has in its place
     if implementation not in CACHE_IMPLEMENTATIONS:
         raise ValueError(
             f"TALON does not support `cache_implementation` {implementation!r}: it keeps keys and values in a cache "
@@ -87,11 +91,68 @@ def check_cache(cache: Any, implementation: str | None) -> None:
 def check_padding(inputs: Mapping[str, Any]) -> None:
     """Raises ValueError for prompts that are padded on the right, of which plain `generate` warns."""
     mask = inputs.get("attention_mask")
-    if mask is not None and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
+    # A row that is hidden as a whole is not padded on the right, and plain `generate` reads it.
+    if mask is not None and mask.dim() == 2 and bool(((mask[:, -1] == 0) & (mask != 0).any(dim=1)).any()):
         raise ValueError(
             "A decoder-only architecture is being used, but right-padding was detected in `attention_mask`! For "
             "correct generation results, please set `padding_side='left'` when initializing the tokenizer."
         )
+
+
+def check_prompt(model: PreTrainedModel, inputs: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises what plain `generate` raises, with a reason, for a prompt or a generation config that it cannot read.
+
+    Which type that is depends on the model and the version, so plain `generate` is asked. Where it can, so can TALON.
+    """
+    ids = kwargs.get("input_ids") if inputs is None else inputs
+    reason = _unreadable_config(kwargs.get("generation_config"))
+    if reason is None and ids is not None and kwargs.get("inputs_embeds") is None:
+        reason = _unreadable_ids(ids)
+    if reason is None:
+        return
+    try:
+        # By its own name, since a model's `generate` may be TALON's.
+        GenerationMixin.generate(model, inputs, **{**kwargs, "streamer": None})
+    except Exception as error:
+        raise type(error)(reason) from error
+
+
+def _unreadable_config(config: Any) -> str | None:
+    if config is None or isinstance(config, GenerationConfig):
+        return None
+    return f"`generation_config` is a {type(config).__name__}: pass a `GenerationConfig`, or its entries by name."
+
+
+def _unreadable_ids(ids: Any) -> str | None:
+    if not isinstance(ids, Tensor):
+        return (
+            f"`input_ids` is a {type(ids).__name__}, not a tensor of token ids: pass `torch.tensor([[...]])`, or "
+            "unpack what a tokenizer returned with `**`."
+        )
+    if ids.dim() != 2:
+        return (
+            f"`input_ids` has the shape {tuple(ids.shape)}: pass token ids of shape (batch, length), one prompt as a "
+            "batch of one (`input_ids.unsqueeze(0)`)."
+        )
+    if ids.dtype not in (torch.int64, torch.int32):
+        return f"`input_ids` holds {ids.dtype}, where token ids are torch.int64: pass `input_ids.long()`."
+    if ids.numel() == 0:
+        return (
+            f"`input_ids` has the shape {tuple(ids.shape)}, so there is {'no prompt' if not len(ids) else 'no token'} "
+            "to go on from. Leave it out to start from the model's `bos_token_id`."
+        )
+    return None
+
+
+def check_processors(processors: Any) -> None:
+    """Raises ValueError for a processor that takes more than ids and scores, as plain `generate` does on its way."""
+    for processor in processors or ():
+        taken = list(inspect.signature(processor.__call__).parameters)
+        if len(taken) > 2:
+            raise ValueError(
+                f"The logits processor {type(processor).__name__} takes {taken}, but `generate` hands it `input_ids` "
+                "and `scores` alone. Give it what else it needs when it is made."
+            )
 
 
 def refuse_target(model: PreTrainedModel) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import LongTensor, Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .acceptance import RULES, Verdict, walk
-from .cache import TreeCache
 from .candidates import TalonCandidateGenerator
-from .compat import cache_output_field
 from .config import TalonConfig
 from .drafter import Commit, Drafter
+from .output import TalonOutput
 from .pace import must_keep_step
 from .positions import are_read_alike, refuse_crossing
 from .prompt import Prompt, given_cache, refuse_lost_media
@@ -25,14 +23,7 @@ from .stats import TalonStats
 from .target import Scores, Target
 from .transcript import Transcript
 from .tree import DraftTree
-from .turns import Turn, resumable
-
-
-@dataclass
-class TalonOutput(GenerateDecoderOnlyOutput):
-    """`GenerateDecoderOnlyOutput` with `talon_stats` (a `TalonStats`)."""
-
-    talon_stats: TalonStats | None = None
+from .turns import Turn, TurnCache, conditions_of, resumable
 
 
 def talon_decode(
@@ -104,15 +95,16 @@ def _start(
     cache: Any,
 ) -> tuple[TalonCandidateGenerator, Target, Turn | None]:
     """The drafting and the verifying side of a call, and the turn that it goes on with."""
-    turn = resumable(cache, drafter, prompt.ids, prompt.mask)
-    if turn is None or not are_read_alike(model.config, turn.tokens.shape[1], prompt.ids.shape[1]):
+    begun = resumable(cache, model, drafter, prompt.ids, prompt.mask)
+    turn = begun.turn if begun else None
+    if begun is None or turn is None or not are_read_alike(model.config, turn.tokens.shape[1], prompt.ids.shape[1]):
         refuse_lost_media(model, prompt, cache)
         generator = TalonCandidateGenerator(drafter, model, config, rows=len(prompt.ids))
-        return generator, Target(model, generator.spec, TreeCache(len(prompt.ids), capacity)), None
+        return generator, Target(model, generator.spec, TurnCache(len(prompt.ids), capacity)), None
     # The turn goes with its call: if this one breaks off half-way, the cache can still be read anew, not gone on with.
-    cache.turn = None
+    begun.turn = None
     generator = TalonCandidateGenerator(drafter, model, config, session=turn.session)
-    return generator, Target(model, generator.spec, cache, turn.next_positions), turn
+    return generator, Target(model, generator.spec, begun, turn.next_positions), turn
 
 
 def _prefill(target: Target, prompt: Prompt, turn: Turn | None) -> tuple[Scores, Commit]:
@@ -156,10 +148,19 @@ def _leave_turn(
 
     It does not after a masked prompt, or a batch.
     """
-    if target.cache.committed == [transcript.lengths[0] - 1]:
+    cache, model = target.cache, target.model
+    if isinstance(cache, TurnCache) and cache.committed == [transcript.lengths[0] - 1]:
         unread = generator.unread.then(commit) if generator.unread else commit
         tokens = transcript.sequences()[:, :-1]
-        target.cache.turn = Turn(tokens, target.next_positions, drafter, generator.session, unread)
+        cache.turn = Turn(
+            tokens,
+            target.next_positions,
+            drafter,
+            generator.session,
+            unread,
+            weakref.ref(model),
+            conditions_of(model, drafter),
+        )
 
 
 def _grow(
@@ -214,9 +215,9 @@ def _output(
         return transcript.sequences()
     fields: dict[str, Any] = {"scores": transcript.scores(), "logits": transcript.logits()}
     output = TalonOutput(sequences=cast(LongTensor, transcript.sequences()), talon_stats=stats, **fields)
-    if transcript.lockstep or len(transcript.lengths) == 1:
-        # Rows at their own pace leave the batch at different times, so no cache is whole at the end.
-        if prompt.mask is not None and not bool(prompt.mask.all()):
-            target.cache.spread(prompt.mask)
-        output[cache_output_field()] = target.cache
+    # Rows at their own pace leave the batch at different times, so no cache is whole at the end.
+    is_whole = transcript.lockstep or len(transcript.lengths) == 1
+    if is_whole and prompt.mask is not None and not bool(prompt.mask.all()):
+        target.cache.spread(prompt.mask)
+    output.keep_cache(target.cache if is_whole else None)
     return output

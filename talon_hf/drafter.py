@@ -6,6 +6,7 @@ A `Drafter` is what the user passes as `assistant_model`; it is shared and never
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -66,7 +67,11 @@ class Commit:
 
 
 class DraftSession(Protocol):
-    """One call's drafting state. Shapes: B rows, W frontier nodes, Vd draft tokens."""
+    """One call's drafting state. Shapes: B rows, W frontier nodes, Vd draft tokens.
+
+    A returned cache holds it for the next turn, and a deep copy of that cache deep-copies it, but for the modules that
+    it reaches: those are shared.
+    """
 
     draft_ids: Tensor | None  # (Vd,) int64 target id of each draft id; None when they are the same
     max_depth: int | None  # deepest node it can draft; None for no limit
@@ -90,6 +95,17 @@ class DraftSession(Protocol):
 
     def select_rows(self, rows: list[int]) -> None:
         """Keeps some rows of the batch, in that order."""
+
+
+@runtime_checkable
+class StoredSession(Protocol):
+    """A session whose state can be written to a file; any other one is opened anew after unpickling."""
+
+    def state(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """What `begin` has read, as tensors of its own: by layer, keys and values."""
+
+    def restore(self, state: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Takes over the `state` of another session of this drafter; nothing has been read before."""
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any, cast
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .cache import TreeCache
+from .cache import TreeCache, columns_of
 from .checkpoints import DTYPES, canonical, draft_ids, read_checkpoint
 from .drafter import Commit, DraftSession, FeatureSpec
 from .eagle_layer import DraftLayer
@@ -209,6 +210,14 @@ class EagleSession:
     def select_rows(self, rows: list[int]) -> None:
         """Keeps some rows of the batch, between rounds."""
         self._cache.select_rows(rows)
+
+    def state(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """The keys and values of what it has read."""
+        return {i: (keys.clone(), values.clone()) for i, (keys, values) in columns_of(self._cache).items()}
+
+    def restore(self, state: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Goes on from the `state` of another session of this head."""
+        self._cache.fill(state)
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         self.steps += 1

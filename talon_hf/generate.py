@@ -6,6 +6,7 @@ it, binds the loop and hands the rest to `GenerationMixin.generate`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from .assistants import drafter_of
-from .checks import check_arguments, check_cache, check_padding, refuse_target
+from .checks import check_arguments, check_cache, check_padding, check_processors, check_prompt, refuse_target
 from .config import PREFIX, TalonConfig
-from .decoding import TalonOutput, talon_decode
+from .decoding import talon_decode
+from .output import TalonOutput
 from .settings import take_settings
 
 # From a local folder, transformers before 5.17 copies only the modules that this file itself imports.
@@ -45,6 +47,14 @@ from .tree import DraftTree  # noqa: F401
 from .turns import Turn  # noqa: F401
 # isort: on
 
+# What a call is told that reached this function in another way.
+FORMS = (
+    "`talon_hf.generate` takes the prompt and, by name, `model`. As a callable (`custom_generate=talon_hf.generate`) "
+    "it cannot serve: `generate` keeps `assistant_model` and the `talon_` options from a callable. Call "
+    '`model.generate(..., custom_generate="org/talon", trust_remote_code=True)` with a Hub id or a folder, or '
+    "`talon_hf.generate(input_ids, model=model, assistant_model=...)`."
+)
+
 HUB_ARGUMENTS = (
     "revision", "code_revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "repo_type",
     "subfolder", "trust_remote_code", "custom_generate",
@@ -52,24 +62,63 @@ HUB_ARGUMENTS = (
 
 
 @torch.no_grad()
-def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: Any) -> TalonOutput | Tensor:
+def generate(
+    inputs: Tensor | None = None, *misplaced: Any, model: PreTrainedModel | None = None, **kwargs: Any
+) -> TalonOutput | Tensor:
     """Generates with TALON draft trees: the text of plain `generate`, in fewer forwards of the model.
 
     Args:
         inputs: (B, L) int64 prompt, as `generate` takes it; `input_ids=` works too.
+        misplaced: nothing; what `custom_generate=talon_hf.generate` would put here is refused in words.
         model: the target.
         kwargs: everything that `model.generate` takes, and
             assistant_model: an EAGLE-3 head (`EagleDraft`), or where to load one from: a folder (a string or a `Path`;
                 loaded anew when its files have changed), a Hub id, or "org/name/folder".
             talon_policy, talon_node_budget, talon_mu, ...: the fields of `TalonConfig`; an argument here wins over
-            the attribute of that name on `generation_config`, which wins over the default.
+                the attribute of that name on `generation_config`, which wins over the default.
+            streamer: is ended whatever ends the call, so that nobody waits for its next piece after an error.
 
     Returns:
         (B, L + new) int64, or a `TalonOutput` under `return_dict_in_generate=True`.
 
     Raises:
         ValueError: an argument, a model or a drafter that TALON cannot serve; nothing has been generated then.
+        Exception: of plain `generate`'s type, with a reason, for a prompt or a config that it cannot read either.
     """
+    with _Stream(kwargs.get("streamer")) as stream:
+        if misplaced or model is None:
+            raise ValueError(FORMS)
+        if kwargs.get("streamer") is not None:
+            kwargs["streamer"] = stream
+        return _generate(inputs, model, kwargs)
+
+
+class _Stream:
+    """The user's streamer, which an error ends: whoever reads it would wait for ever."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._has_ended = streamer is None
+
+    def put(self, value: Tensor) -> None:
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        if not self._has_ended:
+            # Before the call, since an end that fails is not tried again.
+            self._has_ended = True
+            self._streamer.end()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            with suppress(Exception):  # the error that ended the call is the one to tell
+                self.end()
+
+
+def _generate(inputs: Tensor | None, model: PreTrainedModel, kwargs: dict[str, Any]) -> TalonOutput | Tensor:
     model = _unwrapped(model)
     refuse_target(model)
     hub = {name: kwargs.pop(name, None) for name in HUB_ARGUMENTS}
@@ -78,6 +127,8 @@ def generate(inputs: Tensor | None = None, *, model: PreTrainedModel, **kwargs: 
     assistant = kwargs.pop("assistant_model", None)
     prepared, kwargs, taken = take_settings(model, kwargs, ("stop_strings", "cache_implementation"))
     check_arguments(model, kwargs)
+    check_prompt(model, inputs, kwargs)
+    check_processors(kwargs.get("logits_processor"))
     # An empty cache is false, so it is compared with None.
     given = [kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
     check_cache(given[0] if given else None, taken["cache_implementation"])

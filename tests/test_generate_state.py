@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from calls import BATCH, BATCH_MASK, NEW, PROMPT, Recorder, Seen, letter_tokenizer, plain, sequences, talon
 from models import ScriptedDrafter, peaked, random_head, tiny_model
 from torch import Tensor, nn
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList, TextIteratorStreamer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from talon_hf import EagleDraft, generate
@@ -138,6 +139,100 @@ def test_an_error_passes_through_and_the_next_call_works(
     assert (state_of(model), state_of(head)) == before
     assert sequences(call(model, head)) == want
     assert sequences(plain(model, PROMPT, max_new_tokens=NEW)) == want
+
+
+# A stream ends with its call -----------------------------------------------------------------------------------------
+
+
+class Fragile(Recorder):
+    """A streamer that raises at its put or end number `at`."""
+
+    def __init__(self, method: str, at: int) -> None:
+        super().__init__()
+        setattr(self, f"_{method}", raising(at, StumbleError))
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        getattr(self, "_put", lambda: None)()
+
+    def end(self) -> None:
+        super().end()
+        getattr(self, "_end", lambda: None)()
+
+
+BEFORE_THE_FIRST_TOKEN: dict[str, dict[str, Any]] = {
+    "an option of ours": {"talon_node_budget": 1},
+    "no drafter": {"assistant_model": None},
+    "a folder that does not exist": {"assistant_model": "./no/such/head"},
+    "an argument that is refused": {"num_beams": 2},
+    "an argument that generate does not know": {"nonsense": 1},
+    "a length that generate refuses": {"max_new_tokens": 0},
+    "a prompt that cannot be read": {"input_ids": PROMPT.double()},
+}
+
+
+@pytest.mark.parametrize("case", BEFORE_THE_FIRST_TOKEN)
+def test_an_error_before_the_first_token_ends_the_stream_once(case: str, model: PreTrainedModel) -> None:
+    streamer = Recorder()
+    options = {"input_ids": PROMPT, "assistant_model": random_head(model), "max_new_tokens": NEW}
+    with pytest.raises((ValueError, OSError, RuntimeError)):
+        generate(model=model, do_sample=False, streamer=streamer, **{**options, **BEFORE_THE_FIRST_TOKEN[case]})
+    assert streamer.ends == 1
+
+
+@pytest.mark.parametrize("error", [StumbleError, KeyboardInterrupt, SystemExit, StopIteration])
+def test_an_error_half_way_ends_the_stream_once_and_is_raised_as_it_was(
+    error: type[BaseException], model: PreTrainedModel
+) -> None:
+    streamer, raised = Recorder(), error("as it was")
+
+    def stumble(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] == PROMPT.shape[1] + 3:
+            raise raised
+        return scores
+
+    with pytest.raises(error, match="as it was") as caught:
+        call(model, random_head(model), streamer=streamer, logits_processor=[stumble])
+    assert caught.value is raised
+    assert streamer.ends == 1
+    assert 1 <= len(streamer.puts) <= 4
+
+
+@pytest.mark.parametrize(("method", "at"), [("put", 1), ("put", 4), ("end", 1)])
+def test_a_streamer_that_raises_itself_is_ended_once(method: str, at: int, model: PreTrainedModel) -> None:
+    streamer = Fragile(method, at)
+    with pytest.raises(StumbleError):
+        call(model, random_head(model), streamer=streamer)
+    assert streamer.ends == 1
+
+
+def test_an_end_that_raises_does_not_hide_the_error_that_came_first(model: PreTrainedModel) -> None:
+    streamer = Fragile("end", 1)
+    with pytest.raises(ValueError, match="talon_node_budget"):
+        call(model, random_head(model), streamer=streamer, talon_node_budget=1)
+    assert streamer.ends == 1
+
+
+@pytest.mark.parametrize("options", [{"talon_node_budget": 1}, {"logits_processor": ["stumble"]}])
+def test_the_reader_of_a_stream_does_not_wait_for_a_call_that_failed(
+    options: dict[str, Any], model: PreTrainedModel
+) -> None:
+    streamer = TextIteratorStreamer(letter_tokenizer(), skip_prompt=True, timeout=20)
+    if "logits_processor" in options:
+        options = {"logits_processor": [raising(3, StumbleError, lambda _, scores: scores)]}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            call(model, random_head(model), streamer=streamer, **options)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert len("".join(streamer)) < NEW
+    thread.join()
+    assert len(errors) == 1
 
 
 # An attention that takes no tree -------------------------------------------------------------------------------------

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from calls import NEW, PROMPT, plain, sequences, shapes_of_forwards, talon
-from models import ScriptedDrafter, peaked, random_head, tiny_model
+from models import ScriptedDrafter, ScriptedSession, peaked, random_head, tiny_model
+from torch import Tensor, nn
+from transformers import DynamicCache
 
 from talon_hf import EagleDraft
+from talon_hf.cache import TreeLayer
 from talon_hf.compat import cache_keyword, cache_output_field
 
 pytestmark = pytest.mark.conformance
@@ -141,3 +148,238 @@ def test_a_prompt_that_is_masked_only_the_second_time_is_read_anew(model: Any, h
     mask[0, :3] = 0
     out = talon(model, ids, head, attention_mask=mask, **OPTIONS, **cache)
     assert sequences(out) == sequences(plain(model, ids, attention_mask=mask, max_new_tokens=NEW))
+
+
+# Copies --------------------------------------------------------------------------------------------------------------
+
+
+def unpickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": unpickled}
+
+
+def cache_of(out: Any) -> Any:
+    return out[cache_output_field()]
+
+
+def bytes_in_use(cache: Any) -> int:
+    return sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in cache.layers)
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_of_the_cache_gives_plain_generates_text_and_reads_only_what_is_new(
+    model: Any, head: EagleDraft, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = talon(model, PROMPT, head, **OPTIONS)
+    twin = COPIES[kind](cache_of(out))
+    ids = torch.cat([out.sequences, FOLLOW_UP], dim=1)
+    want = sequences(plain(model, ids, max_new_tokens=NEW))
+    shapes = shapes_of_forwards(model, monkeypatch)
+    for cache in (twin, cache_of(out)):
+        shapes.clear()
+        again = talon(model, ids, head, **OPTIONS, **{cache_output_field(): cache})
+        assert sequences(again) == want
+        assert shapes[0] == (1, FOLLOW_UP.shape[1] + 1)
+
+
+@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize("order", ["copy first", "original first", "copy of the copy", "in turns"])
+def test_continuations_of_a_cache_and_its_copy_do_not_disturb_each_other(
+    model: Any, head: EagleDraft, kind: str, order: str
+) -> None:
+    """Two different follow-ups, so that a buffer that both write would hold the wrong one for one of them."""
+    out = talon(model, PROMPT, head, **OPTIONS)
+    caches = [cache_of(out), COPIES[kind](cache_of(out))]
+    if order == "copy first":
+        caches.reverse()
+    if order == "copy of the copy":
+        caches = [COPIES[kind](caches[1]), caches[1]]
+    texts = [torch.cat([out.sequences, FOLLOW_UP + 5 * i], dim=1) for i in range(2)]
+    for _ in range(2):
+        for i, cache in enumerate(caches):
+            again = talon(model, texts[i], head, **OPTIONS, **{cache_output_field(): cache})
+            assert sequences(again) == sequences(plain(model, texts[i], max_new_tokens=NEW))
+            if order == "in turns":
+                texts[i], caches[i] = torch.cat([again.sequences, FOLLOW_UP], dim=1), cache_of(again)
+
+
+def test_one_copied_prefix_serves_several_continuations(
+    model: Any, head: EagleDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = talon(model, PROMPT, head, **OPTIONS)
+    prefix = cache_of(out)
+    texts = [torch.cat([out.sequences, FOLLOW_UP + i], dim=1) for i in range(3)]
+    wanted = [sequences(plain(model, ids, max_new_tokens=NEW)) for ids in texts]
+    shapes = shapes_of_forwards(model, monkeypatch)
+    for ids, want in zip(texts, wanted, strict=True):
+        shapes.clear()
+        cache = {cache_output_field(): copy.deepcopy(prefix)}
+        assert sequences(talon(model, ids, head, **OPTIONS, **cache)) == want
+        assert shapes[0] == (1, FOLLOW_UP.shape[1] + 1)
+
+
+def test_a_copy_of_a_cache_with_room_to_spare_takes_only_what_is_in_use(model: Any, head: EagleDraft) -> None:
+    cache = cache_of(talon(model, PROMPT, head, cache_implementation="static", **OPTIONS))
+    twin = copy.deepcopy(cache)
+    for layer, other in zip(cache.layers, twin.layers, strict=True):
+        assert isinstance(other, TreeLayer)
+        assert layer.keys.untyped_storage().nbytes() > other.keys.untyped_storage().nbytes()
+    assert sum(2 * layer.keys.untyped_storage().nbytes() for layer in twin.layers) == bytes_in_use(cache)
+
+
+def test_copies_hold_the_weights_of_nobody(model: Any, head: EagleDraft) -> None:
+    cache = cache_of(talon(model, PROMPT, head, **OPTIONS))
+    session = copy.deepcopy(cache).turn.session
+    assert session._head is head
+    assert session._embeddings is model.get_input_embeddings()
+    assert session._cache is not cache.turn.session._cache
+    # The head's one layer is no wider than one of the model's; its features of the last round are a few hundred bytes.
+    layers = model.config.num_hidden_layers
+    assert len(pickle.dumps(cache)) < bytes_in_use(cache) * (1 + 2 / layers) + 20_000
+
+
+class Guessing(nn.Module):
+    """A drafter that is a module, whose session keeps it, a part of it and a copyable text."""
+
+    def __init__(self, guess: Any) -> None:
+        super().__init__()
+        self.weights = nn.Linear(4, 4)
+        self.script = ScriptedDrafter(guess)
+
+    def features_of(self, target: Any) -> Any:
+        return self.script.features_of(target)
+
+    def open(self, target: Any, rows: int) -> ScriptedSession:
+        session = self.script.open(target, rows)
+        session.parts = {"own": [self.weights], "embeddings": target.get_input_embeddings()}  # type: ignore[attr-defined]
+        session.weight = self.weights.weight  # type: ignore[attr-defined]
+        return session
+
+
+def test_sessions_of_other_drafters_are_copied_without_the_modules_that_they_reach(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = Guessing(lambda _, text: peaked(text[-1]))
+    out = talon(model, PROMPT, drafter, **OPTIONS)
+    twin = copy.deepcopy(cache_of(out))
+    session = twin.turn.session
+    assert session.parts["own"][0] is drafter.weights
+    assert session.weight is drafter.weights.weight
+    assert session.parts["embeddings"] is model.get_input_embeddings()
+    ids = torch.cat([out.sequences, FOLLOW_UP], dim=1)
+    want = sequences(plain(model, ids, max_new_tokens=NEW))
+    shapes = shapes_of_forwards(model, monkeypatch)
+    assert sequences(talon(model, ids, drafter, **OPTIONS, **{cache_output_field(): twin})) == want
+    assert shapes[0] == (1, FOLLOW_UP.shape[1] + 1)
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
+def test_a_session_that_cannot_be_copied_or_stored_is_opened_anew(model: Any, kind: str) -> None:
+    drafter = ScriptedDrafter(lambda _, text: peaked(text[-1]))
+    out = talon(model, PROMPT, drafter, **OPTIONS)
+    cache_of(out).turn.session.generator = (i for i in range(3))
+    ids = torch.cat([out.sequences, FOLLOW_UP], dim=1)
+    again = talon(model, ids, drafter, **OPTIONS, **{cache_output_field(): COPIES[kind](cache_of(out))})
+    assert sequences(again) == sequences(plain(model, ids, max_new_tokens=NEW))
+
+
+def test_an_unpickled_cache_is_plain_generates_too(model: Any, head: EagleDraft) -> None:
+    out = talon(model, PROMPT, head, **OPTIONS)
+    cache = unpickled(cache_of(out))
+    assert type(cache) is DynamicCache
+    ids = torch.cat([out.sequences, FOLLOW_UP], dim=1)
+    want = sequences(plain(model, ids, max_new_tokens=NEW))
+    assert sequences(plain(model, ids, max_new_tokens=NEW, **{cache_output_field(): cache})) == want
+    # It has grown since, so it is not gone on with.
+    assert sequences(talon(model, ids, head, **OPTIONS, **{cache_output_field(): cache})) == want
+
+
+@pytest.mark.parametrize("change", ["another text of that length", "another head", "other weights", "no module"])
+def test_an_unpickled_cache_that_does_not_fit_is_read_anew(
+    model: Any, head: EagleDraft, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = talon(model, PROMPT, head, **OPTIONS)
+    cache, drafter, target = unpickled(cache_of(out)), head, model
+    ids = torch.cat([out.sequences, FOLLOW_UP], dim=1)
+    if change == "another text of that length":
+        cache.crop(-2)
+        model(input_ids=torch.tensor([[5, 6]]), **{cache_keyword(model): cache})
+    elif change == "another head":
+        drafter = random_head(model, seed=9)
+    elif change == "no module":
+        drafter = ScriptedDrafter(lambda _, text: peaked(text[-1]))
+    else:
+        target = tiny_model("mistral", eos_token_id=None, seed=1)
+    want = plain(target, ids, max_new_tokens=NEW)
+    shapes = shapes_of_forwards(target, monkeypatch)
+    assert sequences(talon(target, ids, drafter, **OPTIONS, **{cache_output_field(): cache})) == want.tolist()
+    assert shapes[0] == ids.shape
+
+
+# What has changed on the model since ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["original", *COPIES])
+@pytest.mark.parametrize("change", ["the model's dtype", "the head's dtype", "autocast before", "autocast since"])
+def test_a_cache_of_another_dtype_is_read_anew(change: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", eos_token_id=None, dtype=torch.float32)
+    head = random_head(model, seed=3)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with autocast if change == "autocast before" else nullcontext():
+        out = talon(model, PROMPT, head, **OPTIONS)
+    cache = COPIES.get(kind, lambda cache: cache)(cache_of(out))
+    ids = torch.cat([out.sequences, FOLLOW_UP], dim=1)
+    if change == "the model's dtype":
+        model.double()
+    if change == "the head's dtype":
+        head.double()
+    with autocast if change == "autocast since" else nullcontext():
+        want = plain(model, ids, max_new_tokens=NEW)
+        shapes = shapes_of_forwards(model, monkeypatch)
+        again = talon(model, ids, head, **OPTIONS, **{cache_output_field(): cache})
+    assert shapes[0] == ids.shape
+    if change != "autocast since":  # a bfloat16 tie may part two texts
+        assert sequences(again) == want.tolist()
+
+
+def test_a_cache_of_another_model_with_the_same_head_is_read_anew(model: Any, head: EagleDraft) -> None:
+    ids, cache = next_turn(talon(model, PROMPT, head, **OPTIONS))
+    other = tiny_model("mistral", eos_token_id=None, seed=1)
+    out = talon(other, ids, head, **OPTIONS, **cache)
+    assert sequences(out) == sequences(plain(other, ids, max_new_tokens=NEW))
+
+
+class Tuned(nn.Linear):
+    """A layer with the attributes of PEFT's, whose adapter doubles what it says."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, dtype=linear.weight.dtype)
+        self.weight = linear.weight
+        self.active_adapters: list[str] = []
+        self.merged_adapters: list[str] = []
+        self.disable_adapters = False
+
+    def forward(self, states: Tensor) -> Tensor:
+        adapted = self.active_adapters and not self.disable_adapters
+        return super().forward(states) * (2.0 if adapted else 1.0)
+
+
+@pytest.mark.parametrize("kind", ["original", "deepcopy", "pickle"])
+@pytest.mark.parametrize("change", ["another adapter", "none any more"])
+def test_a_cache_of_another_adapter_is_read_anew(change: str, kind: str) -> None:
+    model = tiny_model("llama", eos_token_id=None)
+    head = random_head(model, seed=3)
+    mlp = model.model.layers[2].mlp
+    mlp.up_proj = tuned = Tuned(mlp.up_proj)
+    tuned.active_adapters = [] if change == "another adapter" else ["one"]
+    out = talon(model, PROMPT, head, **OPTIONS)
+    cache = COPIES.get(kind, lambda cache: cache)(cache_of(out))
+    ids = torch.cat([out.sequences, FOLLOW_UP], dim=1)
+    if change == "another adapter":
+        tuned.active_adapters = ["two"]
+    else:
+        tuned.disable_adapters = True
+    again = talon(model, ids, head, **OPTIONS, **{cache_output_field(): cache})
+    assert sequences(again) == sequences(plain(model, ids, max_new_tokens=NEW))
