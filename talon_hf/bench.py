@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import sys
@@ -128,8 +129,8 @@ def report(tallies: dict[str, Tally], settings: dict[str, Any]) -> None:
         c = stats.seconds.get("draft", 0.0) / stats.draft_steps / plain_step if stats.draft_steps else float("nan")
         same = count - len(tally.partings)
         print(
-            f"{name:8} {tally.tokens / tally.seconds:8.1f} {speedup:8.2f} {min(tally.speedups):6.2f} {stats.tau:5.2f} "
-            f"{stats.delta:6.2f} {c:5.2f} {same:5d} of {count}"
+            f"{name:8} {tally.tokens / tally.seconds:8.1f} {speedup:8.2f} {min(tally.speedups):6.2f} "
+            f"{_shown(stats.tau, 5)} {_shown(stats.delta, 6)} {_shown(c, 5)} {same:5d} of {count}"
         )
         rows[name] = {
             "tokens_per_second": tally.tokens / tally.seconds, "speedup_mean": speedup, "speedups": tally.speedups,
@@ -142,6 +143,11 @@ def report(tallies: dict[str, Tally], settings: dict[str, Any]) -> None:
         if tally.partings:
             print(f"{name}: {_explained(tally.partings)}")
     print(json.dumps({"settings": settings, "prompts": count, "systems": rows}))
+
+
+def _shown(ratio: float, width: int) -> str:
+    """A ratio in the table; a dash where nothing was counted, as for plain generate or answers of one token."""
+    return "-".rjust(width) if math.isnan(ratio) else f"{ratio:{width}.2f}"
 
 
 def _explained(partings: list[Parting]) -> str:

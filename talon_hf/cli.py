@@ -150,7 +150,8 @@ class _Run:
         """The line under an answer."""
         stats = self.stats or TalonStats()
         speed = f"{len(self.tokens)} tokens, {self.speed:.1f} tokens/s"
-        return f"{speed}, tau {stats.tau:.2f}, delta {stats.delta:.2f}"
+        # The first token is the prompt's own, of no round.
+        return f"{speed}, tau {stats.tau:.2f}, delta {stats.delta:.2f}" if stats.rounds else f"{speed}, no round"
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,10 @@ class _Pair:
 def _load(args: argparse.Namespace, options: dict[str, Any]) -> _Pair:
     dtype = getattr(torch, args.dtype)
     model: Any
-    with _progress(f"loading {Path(args.model or TARGET).name} ..."):
+    with _progress(f"loading {Path(args.model or TARGET).name} ...") as step:
+        step("the head " + (args.draft or "of the package"))
         drafter = load_draft(args.draft, dtype)
+        step(f"the model {args.model or TARGET}")
         model, tokenizer = load_target(args.model, dtype)
     sampled = {"do_sample": True, "temperature": args.temperature, "top_k": 0, "top_p": 1.0}
     return _Pair(
@@ -204,17 +207,21 @@ def _load(args: argparse.Namespace, options: dict[str, Any]) -> _Pair:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """One line on stderr: what is going on, then how long it took. Nothing else comes between."""
-    stderr, begin, outcome = sys.stderr, time.perf_counter(), "failed"
+def _progress(what: str) -> Iterator[Callable[[str], None]]:
+    """One line on stderr: what is going on, then how long it took, or which step failed. Nothing else comes between.
+
+    Yields a function that names the next step.
+    """
+    stderr, begin, steps = sys.stderr, time.perf_counter(), [""]
     print(what, end=" ", file=stderr, flush=True)
+    outcome = None
     try:
         # Reading a GGUF file draws a progress bar that no setting of transformers turns off.
         with redirect_stderr(io.StringIO()):
-            yield
+            yield steps.append
         outcome = f"{time.perf_counter() - begin:.1f} s"
     finally:
-        print(outcome, file=stderr, flush=True)
+        print(outcome or f"{steps[-1]} failed".strip(), file=stderr, flush=True)
 
 
 def _prompt(tokenizer: Any, text: str) -> dict[str, Tensor]:

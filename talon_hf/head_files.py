@@ -51,11 +51,11 @@ class HeadFiles:
             raise FileNotFoundError(f"The head is an empty string: it is a folder with {HEAD_FILES}, or a Hub id.")
         if Path(self.source).is_file():
             raise NotADirectoryError(f"{self.source!r} is a file: a head is the folder around it, with {HEAD_FILES}.")
-        is_path = isinstance(source, os.PathLike) or re.match(r"[./~\\]|\w:[/\\]", self.source) is not None
+        is_written_as_path = re.search(r"^[./~]|^\w:/|\\|//|/$", self.source) is not None
         self.is_folder = Path(self.source).is_dir()
-        if is_path and not self.is_folder:
+        if (isinstance(source, os.PathLike) or is_written_as_path) and not self.is_folder:
             raise FileNotFoundError(
-                f"There is no folder {self.source!r} (the working directory is {os.getcwd()!r}). An EAGLE-3 head is a "
+                f"The folder {self.source!r} does not exist (the working directory is {os.getcwd()!r}). An EAGLE-3 head is a "
                 f"folder with {HEAD_FILES}, or a Hub id such as 'org/head' or 'org/repository/head'."
             )
 

@@ -94,7 +94,7 @@ class Target:
         # Some models add their offset to the positions in place.
         self.next_positions = positions[..., -1] + 1
         if positions is places:
-            # Counted anew at every step by the versions that prepare none; a row that is hidden as a whole begins at 0.
+            # Counted anew at every step by the versions that prepare none; a row hidden as a whole begins at 0.
             self.next_positions = self.next_positions.masked_fill(~valid.any(dim=1), 0)
         self._token_types = self._generated_type(inputs.get("token_type_ids"))
         scores = self._forward(

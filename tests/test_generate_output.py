@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextIteratorS
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from talon_hf import TalonOutput, TalonStats, generate
-from talon_hf.compat import cache_output_field
+from talon_hf.compat import cache_keyword, cache_output_field
 
 pytestmark = pytest.mark.conformance
 
@@ -109,6 +115,86 @@ def test_text_streamers_print_the_text(
     thread.start()
     assert "".join(streamer) == tokenizer.decode(want[0, PROMPT.shape[1] :])
     thread.join()
+
+
+# Copied, pickled, and without a cache --------------------------------------------------------------------------------
+
+
+def test_a_copy_of_an_output_holds_what_it_holds(llama: PreTrainedModel) -> None:
+    _, out = record(1, llama)
+    for twin in (copy.copy(out), copy.deepcopy(out)):
+        assert type(twin) is TalonOutput
+        assert set(twin.keys()) == set(out.keys())
+        assert sequences(twin) == sequences(out)
+        assert twin.talon_stats == out.talon_stats
+        assert twin[cache_output_field()].turn is not None
+    assert copy.deepcopy(out)[cache_output_field()] is not out[cache_output_field()]
+
+
+READER = """
+import pickle, sys
+class Blind:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("talon_hf", "transformers_modules"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Blind())
+one, three = pickle.load(open(sys.argv[1], "rb"))
+print(type(one).__name__, type(one[sys.argv[2]]).__name__, type(getattr(three, sys.argv[2])).__name__)
+print(one.sequences.tolist(), one.talon_stats.rounds, one.talon_stats.tau, sorted(three.keys()))
+"""
+
+
+def test_a_pickled_output_is_read_where_this_code_is_not(llama: PreTrainedModel, tmp_path: Path) -> None:
+    one, three = record(1, llama)[1], record(3, llama)[1]
+    (tmp_path / "outputs").write_bytes(pickle.dumps((one, three)))
+    command = [sys.executable, "-c", READER, str(tmp_path / "outputs"), cache_output_field()]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    stats = one.talon_stats
+    keys = ["logits", "scores", "sequences", "talon_stats"]
+    assert told[0] == "GenerateDecoderOnlyOutput DynamicCache ValueError"
+    assert told[1] == f"{one.sequences.tolist()} {stats.rounds} {stats.tau} {keys}"
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "a method": lambda cache: cache.get_seq_length(),
+    "an attribute": lambda cache: cache.layers,
+    "len": len,
+    "iteration": list,
+    "an index": lambda cache: cache[0],
+    "truth": bool,
+}
+
+
+@pytest.mark.parametrize("copied", [lambda out: out, copy.copy, copy.deepcopy])
+def test_what_stands_for_the_cache_of_a_batch_is_no_item_and_says_why_when_used(
+    copied: Callable[[Any], Any], llama: PreTrainedModel
+) -> None:
+    out = copied(
+        talon(llama, BATCH, "good", attention_mask=BATCH_MASK, max_new_tokens=NEW, return_dict_in_generate=True)
+    )
+    name = cache_output_field()
+    assert list(out.keys()) == ["sequences", "talon_stats"]
+    assert name not in out
+    assert len(out) == len(out.to_tuple()) == 2
+    cache = getattr(out, name)
+    assert out.past_key_values is cache
+    for use in USES.values():
+        with pytest.raises(ValueError, match=r"at their own pace.*without one"):
+            use(cache)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_call_with_what_stands_for_the_cache_of_a_batch_is_refused(pickled: bool, llama: PreTrainedModel) -> None:
+    options: dict[str, Any] = {"attention_mask": BATCH_MASK, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    out = talon(llama, BATCH, "good", **options)
+    name = cache_output_field()
+    cache = getattr(pickle.loads(pickle.dumps(out)) if pickled else out, name)
+    with pytest.raises(ValueError, match="at their own pace"):
+        talon(llama, BATCH, random_head(llama), **options, **{name: cache})
+    with pytest.raises(AttributeError if pickled else ValueError):
+        plain(llama, BATCH, **options, **{name: cache})
+    with pytest.raises(AttributeError if pickled else ValueError):
+        llama(input_ids=BATCH, **{cache_keyword(llama): cache})
 
 
 # Several rows --------------------------------------------------------------------------------------------------------
