@@ -288,5 +288,5 @@ def test_dtype_and_revision_are_taken(tmp_path: Path, config: dict[str, Any]) ->
 )
 def test_a_mistyped_folder_is_told_as_one_that_does_not_exist(source: str | Path) -> None:
     """Before the Hub is asked for it."""
-    with pytest.raises(FileNotFoundError, match="The folder '.*haed.*' does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"The folder '.*haed.*' does not exist"):
         EagleDraft.from_pretrained(source)
