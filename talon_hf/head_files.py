@@ -55,8 +55,8 @@ class HeadFiles:
         self.is_folder = Path(self.source).is_dir()
         if (isinstance(source, os.PathLike) or is_written_as_path) and not self.is_folder:
             raise FileNotFoundError(
-                f"The folder {self.source!r} does not exist (the working directory is {os.getcwd()!r}). An EAGLE-3 head is a "
-                f"folder with {HEAD_FILES}, or a Hub id such as 'org/head' or 'org/repository/head'."
+                f"The folder {self.source!r} does not exist (the working directory is {os.getcwd()!r}). An EAGLE-3 "
+                f"head is a folder with {HEAD_FILES}, or a Hub id such as 'org/head' or 'org/repository/head'."
             )
 
     def stamp(self) -> Hashable:
