@@ -93,6 +93,11 @@ class TalonCandidateGenerator(CandidateGenerator):
         """Forwards of the drafter in this call."""
         return self.session.steps - self._steps_before
 
+    @property
+    def num_drafting_tokens(self) -> int:
+        """The longest chain that `get_candidates` returns; the stock loop asks since 5.25."""
+        return self.config.node_budget - 1
+
     def get_tree(self, commit: Commit, depth_limits: list[int]) -> DraftTree:
         """The draft trees of a round.
 

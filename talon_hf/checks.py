@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .compat import (
+    carries_state,
     configs_keep_unset_fields,
     inverts_tree_masks,
     makes_own_positions,
@@ -162,7 +163,8 @@ def refuse_target(model: PreTrainedModel) -> None:
         raise ValueError(f"TALON decodes through transformers' `generate`, which {name} does not have.")
     if model.config.is_encoder_decoder:
         raise ValueError(f"TALON drafts for decoder-only models; {name} is an encoder-decoder. {PLAIN}")
-    if model._is_stateful:
+    windows = layer_windows(model.config)
+    if carries_state(model):
         raise ValueError(
             f"TALON cannot verify a draft tree on {name}: its recurrent state follows one sequence and cannot branch. "
             f"{PLAIN}"
@@ -199,7 +201,7 @@ def refuse_target(model: PreTrainedModel) -> None:
             f"TALON cannot verify a draft tree on {name}: with `recurrent_kv_cache_mode` 'last_loop' what a token "
             f"sees depends on which tokens are read together. {PLAIN}"
         )
-    if len(layer_windows(model.config)) > 1 and takes_no_mask_by_layer(model):
+    if len(windows) > 1 and takes_no_mask_by_layer(model):
         raise ValueError(
             f"TALON cannot verify a draft tree on {name}: its layers see different windows, and it takes one mask for "
             f"all of them. {PLAIN}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 TRANSFORMERS = Version(transformers.__version__)
@@ -27,6 +28,18 @@ def cache_keyword(model: PreTrainedModel) -> str:
     if "cache" in parameters:
         return "cache"
     return "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"
+
+
+def carries_state(model: PreTrainedModel) -> bool:
+    """Whether a layer hands a state from token to token, beside keys and values.
+
+    Since 5.25 no class says so, and their configs' layer types do; where there are none, a convolution along the text
+    inside the decoder tells.
+    """
+    said = getattr(model, "_is_stateful", None)
+    if said is not None:
+        return bool(said)
+    return any(isinstance(m, nn.Conv1d) and m.kernel_size != (1,) for m in model.get_decoder().modules())
 
 
 def inverts_tree_masks(model: PreTrainedModel) -> bool:

@@ -183,7 +183,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any], str]] = {
     "MambaForCausalLM": (
         "MambaConfig",
         {"vocab_size": 50, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2},
-        "its recurrent state follows one sequence and cannot branch",
+        "state follows one sequence and cannot branch",
     ),
     "Lfm2ForCausalLM": (
         "Lfm2Config",
