@@ -149,6 +149,11 @@ def dense_gguf(file_name: str) -> dict[str, Any]:
     return {"gguf_file": file_name} | ({"quantization_config": config(dequantize=True)} if config else {})
 
 
+def without_kernels() -> dict[str, Any]:
+    """`from_pretrained` arguments that load a model's own code: 5.25 asks for the package `kernels` otherwise."""
+    return {"use_kernels": False}
+
+
 def cache_output_field() -> str:
     """The name under which `generate` outputs carry the cache."""
     return "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"

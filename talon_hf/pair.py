@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from .compat import dense_gguf
+from .compat import dense_gguf, without_kernels
 from .eagle import EagleDraft
 
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -42,7 +42,8 @@ def load_target(source: str | Path | None = None, dtype: torch.dtype = torch.bfl
     gguf = _installed_gguf() if source is None else None
     folder = str(gguf.parent if gguf else source)
     tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf.name} if gguf else {}))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **(dense_gguf(gguf.name) if gguf else {}))
+    dense = dense_gguf(gguf.name) if gguf else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **dense, **without_kernels())
     return model.eval(), tokenizer
 
 
