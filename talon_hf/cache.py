@@ -15,7 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch import LongTensor, Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers import DynamicCache, DynamicLayer
+
+from .compat import make_layers_with
 
 
 class TreeLayer(DynamicLayer):
@@ -130,7 +132,7 @@ class TreeCache(DynamicCache):
     def __init__(self, rows: int, capacity: int = 0) -> None:
         super().__init__()
         # Layers appear as the model first updates them, so layers that share another's keys cost nothing.
-        self.layer_class_to_replicate = partial(TreeLayer, capacity)  # type: ignore[assignment]  # only called
+        make_layers_with(self, partial(TreeLayer, capacity))
         self.committed = [0] * rows
 
     def fill(self, columns: Mapping[int, tuple[Tensor, Tensor]]) -> None:

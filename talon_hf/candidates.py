@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator
 
+from .compat import CandidateGenerator
 from .config import TalonConfig
 from .drafter import Commit, Drafter, DraftSession
 from .features import features_of

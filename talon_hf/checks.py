@@ -14,6 +14,7 @@ from .compat import (
     carries_state,
     configs_keep_unset_fields,
     inverts_tree_masks,
+    is_elsewhere,
     makes_own_positions,
     takes_flat_masks_only,
     takes_no_mask_by_layer,
@@ -82,7 +83,7 @@ def check_cache(cache: Any, implementation: str | None) -> None:
             f"A cache and `cache_implementation` (got {implementation!r}) are passed together, which `generate` does "
             "not support. Use only one of the two."
         )
-    if getattr(cache, "offloading", False) or "Quantized" in type(cache).__name__:
+    if is_elsewhere(cache):
         raise ValueError(
             f"TALON does not support a {type(cache).__name__} that is offloaded or quantised as cache: it keeps "
             "keys and values in a cache of its own, on the model's device. Leave it out."

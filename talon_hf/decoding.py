@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from .acceptance import RULES, Verdict, walk
 from .candidates import TalonCandidateGenerator
+from .compat import pad_token
 from .config import TalonConfig
 from .drafter import Commit, Drafter
 from .output import TalonOutput
@@ -196,11 +197,10 @@ def _transcript(
     lockstep: bool,
 ) -> Transcript:
     wants = bool(generation_config.return_dict_in_generate)
-    pad = generation_config._pad_token_tensor
     return Transcript(
         input_ids,
         stopping_criteria,
-        pad_token_id=0 if pad is None else int(pad),
+        pad_token_id=pad_token(generation_config),
         streamer=streamer,
         keep_scores=wants and bool(generation_config.output_scores),
         keep_logits=wants and bool(generation_config.output_logits),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from .cache import TreeCache
+from .compat import activation
 from .head_config import EagleConfig
 
 
@@ -25,7 +25,7 @@ class DraftLayer(nn.Module):
         self.post_attention_norm = nn.RMSNorm(h, eps=eps)
         self.gate_up = nn.Linear(h, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, h, bias=False)
-        self.activation = ACT2FN[config.hidden_act]
+        self.activation = activation(config.hidden_act)
         self.rope_theta = config.rope_theta
 
     def forward(

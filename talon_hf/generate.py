@@ -16,6 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 
 from .assistants import drafter_of
 from .checks import check_arguments, check_cache, check_padding, check_processors, check_prompt, refuse_target
+from .compat import prompt_learning, uncompiled
 from .config import PREFIX, TalonConfig
 from .decoding import talon_decode
 from .output import TalonOutput
@@ -27,7 +28,6 @@ from .acceptance import walk  # noqa: F401
 from .cache import TreeCache  # noqa: F401
 from .candidates import TalonCandidateGenerator  # noqa: F401
 from .checkpoints import read_checkpoint  # noqa: F401
-from .compat import cache_keyword  # noqa: F401
 from .drafter import Drafter  # noqa: F401
 from .eagle import EagleDraft  # noqa: F401
 from .eagle_layer import DraftLayer  # noqa: F401
@@ -152,12 +152,12 @@ def _generate(inputs: Tensor | None, model: PreTrainedModel, kwargs: dict[str, A
 
 def _unwrapped(model: Any) -> PreTrainedModel:
     """The model that decodes: what `torch.compile` returns and PEFT's wrappers hold it inside."""
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     if not hasattr(model, "get_base_model"):
         return model
-    if model.active_peft_config.is_prompt_learning:
+    if (method := prompt_learning(model)) is not None:
         raise ValueError(
-            f"TALON does not support the PEFT method {model.active_peft_config.peft_type}: its virtual tokens stand "
+            f"TALON does not support the PEFT method {method}: its virtual tokens stand "
             "in front of the prompt, where the drafter sees nothing. Use a method that changes weights, such as LoRA."
         )
     return model.get_base_model()

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from transformers.activations import ACT2FN
+from torch import Tensor, nn
+
+from .compat import activation
 
 NESTED = "eagle_config"
 # A head of EAGLE-3's default layers belongs to a target of seven layers or more (2, L // 2 and L - 3 of L).
@@ -214,7 +215,11 @@ class _Entries:
     def activation(self) -> str:
         """The name of an activation of transformers that has no weights of its own."""
         name = self._values.get("hidden_act", "silu")
-        if not isinstance(name, str) or name not in ACT2FN or any(True for _ in ACT2FN[name].parameters()):
+        try:
+            function = activation(str(name))
+        except (KeyError, AttributeError):
+            function = None
+        if function is None or (isinstance(function, nn.Module) and any(True for _ in function.parameters())):
             raise self.wrong("hidden_act", "is no activation of transformers without weights, such as silu or gelu")
         return name
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .pair import DRAFT
 
@@ -225,7 +226,7 @@ def _upload(repo_id: str, folder: str, private: bool, token: str | None) -> str:
     return str(url)
 
 
-def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_commands(subparsers: Any) -> None:
     """Adds `bundle` and `publish` to the `talon-hf` command. Each sets `run`, which takes the parsed arguments."""
     parser = subparsers.add_parser("bundle", help="write the Hub repository into a folder")
     parser.add_argument("directory", metavar="DIR", help="an empty or new folder, or an earlier bundle")

@@ -20,7 +20,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import TreeCache
-from .compat import cache_keyword, eager_masks_by_column, is_compiled, run_eagerly
+from .compat import (
+    attention_of,
+    cache_keyword,
+    eager_masks_by_column,
+    is_compiled,
+    run_eagerly,
+    runs_sdpa,
+    set_attention,
+)
 from .drafter import FeatureSpec
 from .features import features_of
 from .masks import layer_windows, tree_masks
@@ -172,7 +180,7 @@ class Target:
 
 def own_attention(model: PreTrainedModel) -> str:
     """The attention implementation that the model is set to."""
-    return model.config.get_text_config(decoder=True)._attn_implementation
+    return attention_of(model.config.get_text_config(decoder=True))
 
 
 def tree_attention(model: PreTrainedModel) -> str:
@@ -180,7 +188,7 @@ def tree_attention(model: PreTrainedModel) -> str:
     impl = own_attention(model)
     if impl in ("sdpa", "eager") and not eager_masks_by_column(model):
         return impl
-    return "sdpa" if model._supports_sdpa else "eager"
+    return "sdpa" if runs_sdpa(model) else "eager"
 
 
 @contextmanager
@@ -192,11 +200,11 @@ def using_attention(model: PreTrainedModel, impl: str) -> Iterator[None]:
     with SWITCHING:
         own = own_attention(model)
         configs: list[Any] = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
-        switched = [config for config in configs if config._attn_implementation == own]
+        switched = [config for config in configs if attention_of(config) == own]
         try:
             for config in switched:
-                config._attn_implementation = impl
+                set_attention(config, impl)
             yield
         finally:
             for config in switched:
-                config._attn_implementation = own
+                set_attention(config, own)
