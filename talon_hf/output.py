@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from .compat import cache_output_field
 from .stats import TalonStats

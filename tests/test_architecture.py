@@ -42,8 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "target": {"cache", "compat", "drafter", "features", "masks", "tree"},
     "candidates": {"compat", "config", "drafter", "features", "policies", "tree"},
     "decoding": {
-        "acceptance", "candidates", "config", "drafter", "output", "pace", "positions", "prompt", "sampling", "stats",
-        "target", "transcript", "tree", "turns",
+        "acceptance", "candidates", "compat", "config", "drafter", "output", "pace", "positions", "prompt", "sampling",
+        "stats", "target", "transcript", "tree", "turns",
     },
     "audit": {"cache", "checks", "drafter", "prompt", "target", "tree"},
     "pair": {"compat", "eagle"},
