@@ -173,6 +173,8 @@ class Target:
         taken: AbstractContextManager[Any] = SWITCHING if self._must_switch else nullcontext()
         with taken, features_of(self.model, self._spec) as taps, run_eagerly(self._is_compiled):
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits
+        # A model split by hand leaves them where its last layer lies; plain `generate` takes them to the prompt too.
+        logits = logits.to(self.next_positions.device)
         if not self._spec.boundaries:
             return Scores(logits, logits.new_empty(*logits.shape[:2], 0))
         return Scores(logits, torch.cat([taps[b].to(logits.device) for b in self._spec.boundaries], dim=-1))

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from torch.utils import backend_registration
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch cannot have a device written in Python",
-)
+pytestmark = [
+    pytest.mark.conformance,
+    pytest.mark.skipif(
+        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+        reason="this torch cannot have a device written in Python",
+    ),
+]
 FOLDER = Path(__file__).parent
 
 
@@ -42,6 +45,6 @@ def test_policies_and_acceptance_keep_to_the_targets_device(name: str, results: 
     assert results[name] == "same"
 
 
-@pytest.mark.parametrize("name", ["split target", "split target, head beside its end"])
+@pytest.mark.parametrize("name", ["split target", "split target, head beside its end", "target split by hooks"])
 def test_a_target_split_over_two_devices(name: str, results: dict[str, str]) -> None:
     assert results[name] == "same"
