@@ -109,16 +109,16 @@ def test_only_what_is_not_written_down_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     known = tmp_path / "known-newest.txt"
 
-    def run() -> tuple[int, list[str]]:
+    def run(workers: int = 0) -> tuple[int, list[str]]:
         code = (
             f"import sys, pathlib; sys.path.insert(0, {str(CI)!r}); import newest; "
-            f"newest.KNOWN = pathlib.Path({str(known)!r}); sys.exit(newest.main(['-n', '1']))"
+            f"newest.KNOWN = pathlib.Path({str(known)!r}); sys.exit(newest.main(['-n', '{workers}']))"
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
         return done.returncode, [line for line in done.stdout.splitlines() if line.startswith("newest: ")]
 
     known.write_text("".join(f"{test} -- reason {i}\n" for i, test in enumerate(written)))
-    code, lines = run()
+    code, lines = run(workers=1)
     assert code == 0
     assert lines == [
         f"newest: 3 failed: {' | '.join(ids)}",
