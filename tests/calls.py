@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, drafter_zoo
+from models import VOCABULARY, seed_cpu, zoo_drafter
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
@@ -26,7 +26,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwx"
 
 def plain(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
     """Plain `generate`, greedy unless told otherwise."""
-    torch.manual_seed(SEED)
+    seed_cpu(SEED)
     return model.generate(ids, **{"attention_mask": torch.ones_like(ids), "do_sample": False, **options})
 
 
@@ -42,9 +42,9 @@ def talon(model: PreTrainedModel, ids: Tensor, drafter: Any, continuations: Any 
             lengths = {key: value for key, value in options.items() if key in ("max_new_tokens", "max_length")}
             continuations = plain(model, ids, attention_mask=mask, **lengths)
         texts = [row[int((keep == 0).sum()) :].tolist() for row, keep in zip(continuations, mask, strict=True)]
-        drafter = drafter_zoo(texts, model)[drafter]
+        drafter = zoo_drafter(drafter, texts, model)
     # Last, since the heads of the zoo are drawn from seeds of their own.
-    torch.manual_seed(SEED)
+    seed_cpu(SEED)
     return generate(ids, model=model, assistant_model=drafter, **options)
 
 

@@ -42,6 +42,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def seed_cpu(seed: int) -> None:
+    """Seeds the CPU. `torch.manual_seed` notes stack traces for absent devices too, slower than a tiny forward."""
+    torch.default_generator.manual_seed(seed)
+
+
 def with_random_weights(model: PreTrainedModel, spread: float) -> PreTrainedModel:
     """The model with normal weights of that spread, wide enough for a text that is no constant; norms stay."""
     with torch.no_grad():
@@ -54,7 +59,7 @@ def with_random_weights(model: PreTrainedModel, spread: float) -> PreTrainedMode
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
     """A random model of a family of `FAMILIES`, whose text is neither constant nor white noise."""
     config_class, extra = FAMILIES[family]
-    torch.manual_seed(seed)
+    seed_cpu(seed)
     config = getattr(transformers, config_class)(**{**COMMON, **extra, **changes})
     model = AutoModelForCausalLM.from_config(config)
     if hasattr(model, "set_experts_implementation"):
@@ -114,7 +119,7 @@ def random_head(model: PreTrainedModel, seed: int = 0, draft_vocabulary: int = V
         pad_token_id=text.pad_token_id,
         max_position_embeddings=None,
     )
-    torch.manual_seed(seed)
+    seed_cpu(seed)
     head = EagleDraft(config)
     if draft_vocabulary < text.vocab_size:
         head.draft_ids = torch.randperm(text.vocab_size)[:draft_vocabulary].sort().values
@@ -191,8 +196,25 @@ def peaked(token: int, vocabulary: int = VOCABULARY, confidence: float = 0.9) ->
     return probs.log()
 
 
+# Of the zoo, heads of random weights: what `random_head` is given.
+ZOO_HEADS: dict[str, dict[str, int]] = {"random": {"seed": 3}, "small_vocabulary": {"seed": 4, "draft_vocabulary": 17}}
+
+
 def drafter_zoo(continuations: Sequence[Sequence[int]], model: PreTrainedModel) -> dict[str, Any]:
     """Drafters from perfect to broken, for the prompts whose full right texts are `continuations`."""
+    scripted = {name: ScriptedDrafter(guess) for name, guess in zoo_guesses(continuations).items()}
+    return scripted | {name: random_head(model, **made) for name, made in ZOO_HEADS.items()}
+
+
+def zoo_drafter(name: str, continuations: Sequence[Sequence[int]], model: PreTrainedModel) -> Any:
+    """One drafter of the zoo."""
+    if name in ZOO_HEADS:
+        return random_head(model, **ZOO_HEADS[name])
+    return ScriptedDrafter(zoo_guesses(continuations)[name])
+
+
+def zoo_guesses(continuations: Sequence[Sequence[int]]) -> dict[str, Guess]:
+    """The drafters of the zoo that are told what to guess."""
 
     def right(row: int, text: list[int]) -> int | None:
         whole = list(continuations[row])
@@ -222,11 +244,4 @@ def drafter_zoo(continuations: Sequence[Sequence[int]], model: PreTrainedModel) 
     def broken(row: int, text: list[int]) -> Tensor:
         return torch.full((VOCABULARY,), torch.nan) if len(text) % 2 else perfect(row, text)
 
-    return {
-        "perfect": ScriptedDrafter(perfect),
-        "good": ScriptedDrafter(good),
-        "adversarial": ScriptedDrafter(adversarial),
-        "nan": ScriptedDrafter(broken),
-        "random": random_head(model, seed=3),
-        "small_vocabulary": random_head(model, seed=4, draft_vocabulary=17),
-    }
+    return {"perfect": perfect, "good": good, "adversarial": adversarial, "nan": broken}

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from models import drafter_zoo, random_head, tiny_model
+from models import random_head, tiny_model, zoo_drafter
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
@@ -149,7 +149,7 @@ def texts(model: Any, drafter: Any, **options: Any) -> list[list[int]]:
 
     ids = PROMPTS.to(model.device)
     torch.manual_seed(5)
-    options = {"attention_mask": (ids > 0).long(), "max_new_tokens": NEW, "talon_node_budget": 20, **options}
+    options = {"attention_mask": (ids > 0).long(), "max_new_tokens": NEW, "talon_node_budget": 8, **options}
     output = generate(ids, model=model, assistant_model=drafter, return_dict_in_generate=True, **options)
     assert output.sequences.device == ids.device, "the text is not where the prompt was"
     assert output.talon_stats.rounds > 0
@@ -177,7 +177,7 @@ def scenario(where: str, head_device: str, options: dict[str, Any]) -> str:
     want = model.generate(PROMPTS, attention_mask=mask, do_sample=False, max_new_tokens=NEW, **for_plain)
     continuations = [row[int((keep == 0).sum()) :].tolist() for row, keep in zip(want, mask, strict=True)]
     head = random_head(model, seed=3, draft_vocabulary=17).to(head_device)
-    good = drafter_zoo(continuations, model)["good"]
+    good = zoo_drafter("good", continuations, model)
     model = SPLITS[where](model) if where in SPLITS else model.to(where)
     for drafter in (head, good):
         got = texts(model, drafter, do_sample=False, **options)
@@ -195,7 +195,7 @@ def residual_acceptance() -> str:
     model = tiny_model("mistral", eos_token_id=None)
     # Half of its children are likely ones: some are taken, and some are refused, which draws from what is left.
     plain = model.generate(PROMPTS, attention_mask=(PROMPTS > 0).long(), do_sample=False, max_new_tokens=NEW).tolist()
-    drafter = drafter_zoo([[token for token in row if token] for row in plain], model)["good"]
+    drafter = zoo_drafter("good", [[token for token in row if token] for row in plain], model)
     want = texts(model, drafter, **options)
     got = texts(model.to("far:0"), drafter, **options)
     return "same" if got == want else f"made it {got}, the CPU {want}"

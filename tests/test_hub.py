@@ -429,7 +429,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, L
 torch.set_num_threads(1)  # tiny models
 target, head = sys.argv[1:]
 ids = torch.tensor([[5, 9, 17, 3, 44, 21]])
-options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 by_name = {"custom_generate": "org/talon", "trust_remote_code": True, **options}
 widths = []  # tokens in each of the target's forwards
 
@@ -472,7 +472,7 @@ blocks = open(folder + "/README.md").read().split("```python")[1:]
 outputs = []
 for block in blocks:
     code = block.split("```")[0].replace("COMMIT", os.path.basename(folder))
-    exec(code.replace("max_new_tokens=64", "max_new_tokens=24"))  # the vocabulary makes each token slow
+    exec(code.replace("max_new_tokens=64", "max_new_tokens=16"))  # the vocabulary makes each token slow
     outputs.append(out)
 assert len(outputs) == 2
 compare(model, *outputs)
