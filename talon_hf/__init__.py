@@ -1,12 +1,12 @@
 """TALON for transformers: training-free, confidence-gated draft trees for `generate`."""
 
-from .audit import check_target
 from .candidates import TalonCandidateGenerator
 from .config import TalonConfig
 from .drafter import Drafter
 from .eagle import EagleDraft
 from .generate import generate
 from .output import TalonOutput
+from .probe import check_target
 from .stats import TalonStats
 
 __all__ = [

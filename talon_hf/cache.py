@@ -127,6 +127,7 @@ class TreeCache(DynamicCache):
 
     Attributes:
         committed: per row, how many columns are committed; the buffer ends at their maximum between rounds.
+        of_embeddings: whether the text that it holds was given as embeddings, which no tokens tell.
     """
 
     def __init__(self, rows: int, capacity: int = 0) -> None:
@@ -134,6 +135,7 @@ class TreeCache(DynamicCache):
         # Layers appear as the model first updates them, so layers that share another's keys cost nothing.
         make_layers_with(self, partial(TreeLayer, capacity))
         self.committed = [0] * rows
+        self.of_embeddings = False
 
     def fill(self, columns: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Copies the `columns` of another cache into this one, which is empty; all of them are committed."""

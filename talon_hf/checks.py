@@ -23,8 +23,10 @@ from .masks import layer_windows
 
 PLAIN = "Call `generate` without `custom_generate` for it."
 
-# Those that keep all keys and values on the model's device; "hybrid" is an older name in Gemma's configs.
-CACHE_IMPLEMENTATIONS = (None, "dynamic", "dynamic_full", "static", "hybrid", "sliding_window")
+# Those of all versions that keep all keys and values on the model's device; a version may know fewer.
+CACHE_IMPLEMENTATIONS = (
+    None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window", "sliding_window_chunked",
+)  # fmt: skip
 
 # Argument -> (values that leave it off, what to do instead).
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -43,7 +45,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "assistant_tokenizer": ((None,), "Leave it out: the drafter must have the model's vocabulary."),
     "token_healing": ((None, False), "Heal the prompt first (`model.heal_tokens`), then call without it."),
     "synced_gpus": ((None, False), f"Rounds of several processes do not keep step. {PLAIN}"),
-    "inputs_embeds": ((None,), "Pass `input_ids`: the drafter embeds the tokens itself."),
     "use_cache": ((None, True), "Leave it on: a tree is verified against the cache."),
 }
 
@@ -78,6 +79,8 @@ def check_cache(cache: Any, implementation: str | None) -> None:
             f"TALON does not support `cache_implementation` {implementation!r}: it keeps keys and values in a cache "
             'of its own, on the model\'s device. Leave it out, or take "static" to have that cache allocated at once.'
         )
+    if implementation is not None:
+        GenerationConfig(cache_implementation=implementation)  # a name that this version does not know raises
     if cache is not None and implementation is not None:
         raise ValueError(
             f"A cache and `cache_implementation` (got {implementation!r}) are passed together, which `generate` does "

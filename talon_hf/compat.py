@@ -17,7 +17,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 
 TRANSFORMERS = Version(transformers.__version__)
 TESTED = ("4.57.6", "5.0.0", "5.17.0", "5.24.0", "5.25.0")
@@ -266,3 +266,72 @@ def without_kernels() -> dict[str, Any]:
 def cache_output_field() -> str:
     """The name under which `generate` outputs carry the cache."""
     return "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"
+
+
+def prepared_inputs(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    given: dict[str, Any],
+    cache: Any,
+    past: int,
+    columns: int,
+    is_first: bool,
+) -> dict[str, Any]:
+    """What the model's own `prepare_inputs_for_generation` makes of a call, as plain `generate` asks it.
+
+    Args:
+        model: the target.
+        input_ids: (B, L) int64, the text so far.
+        given: the other arguments, without a cache.
+        cache: of the text so far but what is read now.
+        past: columns that it holds.
+        columns: of the whole text; not L if it begins with embeddings.
+        is_first: whether this is the call's first forward.
+    """
+    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    if prepare is None:
+        return {"input_ids": input_ids[:, past - columns :], **given}
+    asks = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    asked: dict[str, Any] = {"cache" if "cache" in asks else "past_key_values": cache}
+    if "cache_position" in asks:
+        asked["cache_position"] = torch.arange(past, columns, device=input_ids.device)
+    if "next_sequence_length" in asks:
+        asked["next_sequence_length"] = columns - past
+    if "is_first_iteration" in asks and is_first:
+        asked["is_first_iteration"] = True
+    return dict(prepare(input_ids, **asked, **given))
+
+
+def chunks_ignore_padding() -> bool:
+    """Whether plain `generate` numbers the positions of a prompt read in chunks by column: before 5.0."""
+    return Version("5.0") > TRANSFORMERS
+
+
+def own_preparation(model: PreTrainedModel) -> bool:
+    """Whether transformers' own code prepares the inputs of this model's forwards."""
+    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    return prepare is None or _is_theirs(prepare)
+
+
+def updated_inputs(model: PreTrainedModel, outputs: Any, given: dict[str, Any], columns: int) -> dict[str, Any]:
+    """What an override of `_update_model_kwargs_for_generation` makes of a call's arguments behind a forward.
+
+    Args:
+        model: the target.
+        outputs: of the forward.
+        given: the arguments; they may be changed in place.
+        columns: of the text so far.
+
+    Returns:
+        the arguments; nothing where the method is transformers' own, which changes only what a tree brings itself.
+    """
+    update = getattr(model, "_update_model_kwargs_for_generation", None)
+    if update is None or _is_theirs(update):
+        return {}
+    if "cache_position" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+        given["cache_position"] = torch.arange(columns)
+    return dict(update(outputs, given))
+
+
+def _is_theirs(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("transformers.")

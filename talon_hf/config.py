@@ -25,6 +25,7 @@ class TalonConfig:
         depth: expansions after the first layer for "eagle" (its D), tokens drafted a round for "chain".
         max_depth: no node deeper than this, for every policy; None leaves it to the budget.
         acceptance: "match" (sample, then look for the token among the children) or "residual" (recursive rejection).
+        check: whether a model that no test covers is tried on a small tree before it is used (see `probe.py`).
     """
 
     policy: str = "talon"
@@ -35,10 +36,13 @@ class TalonConfig:
     depth: int = 8
     max_depth: int | None = None
     acceptance: str = "match"
+    check: bool = True
 
     def __post_init__(self) -> None:
         _one_of("policy", self.policy, POLICIES)
         _one_of("acceptance", self.acceptance, ACCEPTANCE)
+        if not isinstance(self.check, bool):
+            raise ValueError(f"`{PREFIX}check` must be True or False, got {self.check!r}.")
         self._whole("node_budget", 2, "the root counts, so 2 drafts one token")
         self._whole("top_k", 1, "the first layer needs a node")
         self._whole("top_k_layers", 0, "0 lets the gate decide from the first layer")

@@ -18,7 +18,8 @@ from .drafter import Commit, Drafter
 from .output import TalonOutput
 from .pace import must_keep_step
 from .positions import are_read_alike, refuse_crossing
-from .prompt import Prompt, given_cache, refuse_lost_media
+from .probe import probe
+from .prompt import Prompt, chunk_size, given_cache, refuse_lost_media
 from .sampling import Picker
 from .stats import TalonStats
 from .target import Scores, Target
@@ -54,9 +55,11 @@ def talon_decode(
     """
     config = TalonConfig.resolve(options, vars(generation_config))
     prompt = Prompt.of(model, input_ids, model_kwargs)
-    refuse_crossing(model, prompt.lengths(), generation_config.max_length, config.node_budget)
+    chunk = chunk_size(generation_config.prefill_chunk_size)
+    last_place = generation_config.max_length + prompt.lead
+    refuse_crossing(model, prompt.lengths(), last_place, config.node_budget)
     rows = list(range(len(prompt.ids)))
-    capacity = generation_config.max_length + config.node_budget if preallocate else 0
+    capacity = last_place + config.node_budget if preallocate else 0
     generator, target, turn = _start(model, drafter, config, prompt, capacity, given_cache(model_kwargs))
     lockstep = must_keep_step(logits_processor, stopping_criteria, len(rows))
     stats = TalonStats(lockstep=lockstep)
@@ -64,10 +67,13 @@ def talon_decode(
     rule = RULES[config.acceptance]
     transcript = _transcript(prompt.ids, stopping_criteria, generation_config, streamer, lockstep)
 
+    if config.check:
+        with stats.timed("check"):
+            probe(model, prompt)
     with stats.timed("total"):
         with stats.timed("prefill"):
-            scores, commit = _prefill(target, prompt, turn)
-        tree = DraftTree.from_roots(prompt.ids[:, -1])
+            scores, commit = _prefill(target, prompt, turn, last_place - prompt.columns, chunk)
+        tree = DraftTree.from_roots(commit.roots)
         walk(tree, scores.logits, rows, picker, transcript)  # prefill's own token: no tree, no round
         while not all(transcript.finished):
             rows, commit = _leave_finished(rows, commit, transcript, target, generator)
@@ -96,7 +102,7 @@ def _start(
     cache: Any,
 ) -> tuple[TalonCandidateGenerator, Target, Turn | None]:
     """The drafting and the verifying side of a call, and the turn that it goes on with."""
-    begun = resumable(cache, model, drafter, prompt.ids, prompt.mask)
+    begun = None if prompt.embeds is not None else resumable(cache, model, drafter, prompt.ids, prompt.mask)
     turn = begun.turn if begun else None
     if begun is None or turn is None or not are_read_alike(model.config, turn.tokens.shape[1], prompt.ids.shape[1]):
         refuse_lost_media(model, prompt, cache)
@@ -108,12 +114,14 @@ def _start(
     return generator, Target(model, generator.spec, begun, turn.next_positions), turn
 
 
-def _prefill(target: Target, prompt: Prompt, turn: Turn | None) -> tuple[Scores, Commit]:
+def _prefill(target: Target, prompt: Prompt, turn: Turn | None, new: int, chunk: int | None) -> tuple[Scores, Commit]:
     """Reads the prompt, or what a turn lacks of it; the commit still lacks its roots."""
-    if turn is not None:
-        prompt = prompt.behind(turn)
-    scores, places, valid = target.prefill(prompt.ids, prompt.mask, **prompt.inputs)
-    commit = Commit(prompt.ids, scores.features, places, valid, prompt.ids[:, -1])
+    past = 0 if turn is None else turn.tokens.shape[1]
+    scores, places, valid = target.read(prompt, past, new, chunk)
+    tokens = prompt.tokens()[:, past:]
+    commit = Commit(tokens, scores.features, places, valid, torch.zeros_like(tokens[:, 0]), prompt.embeds)
+    if not target.spec.embeddings:
+        commit = commit.for_tokens()
     return scores, commit if turn is None else turn.unread.then(commit)
 
 

@@ -24,9 +24,12 @@ class FeatureSpec:
     Attributes:
         boundaries: layer boundaries b, in the order of concatenation. Boundary b is the input of decoder layer b,
             before any norm of that layer (EAGLE-3 reads the inputs of layers 2, L//2 and L-3).
+        embeddings: whether it can read a prompt that was given as embeddings (`Commit.embeddings`). One that cannot
+            is told nothing of such a prompt, and begins at the first generated token.
     """
 
     boundaries: tuple[int, ...] = ()
+    embeddings: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,14 @@ class Commit:
     """Positions that the target has just committed, in order.
 
     Attributes:
-        tokens: (B, m) int64, the tokens at those positions: the prompt, or the old root and the accepted tokens.
+        tokens: (B, m) int64, the tokens at those positions: the prompt, or the old root and the accepted tokens; -1
+            where the target read an embedding that is no known token's (only with `embeddings`).
         features: (B, m, F) in the target's dtype, the target's features at those positions, F = sum of the widths.
         positions: (B, m) int64, position ids.
         valid: (B, m) bool, False for padding (left of a prompt, right of a round's commit).
         roots: (B,) int64, the token that follows the last valid position: committed, not yet in any cache.
+        embeddings: (B, e, h) with e <= m, what the target read at the first e positions in the place of its own
+            embeddings of tokens; None where it read tokens.
     """
 
     tokens: Tensor
@@ -46,6 +52,7 @@ class Commit:
     positions: Tensor
     valid: Tensor
     roots: Tensor
+    embeddings: Tensor | None = None
 
     def with_roots(self, roots: Tensor) -> Commit:
         """The same positions, followed by `roots` (B,)."""
@@ -59,11 +66,24 @@ class Commit:
             strict=True,
         )
         tokens, features, positions, valid = (torch.cat(pair, dim=1) for pair in parts)
-        return Commit(tokens, features, positions, valid, later.roots)
+        # Only a prompt is given as embeddings, and nothing comes before it.
+        return Commit(tokens, features, positions, valid, later.roots, self.embeddings)
 
     def select_rows(self, rows: list[int]) -> Commit:
         """Some rows of the batch."""
-        return Commit(self.tokens[rows], self.features[rows], self.positions[rows], self.valid[rows], self.roots[rows])
+        embeddings = None if self.embeddings is None else self.embeddings[rows]
+        kept = (part[rows] for part in (self.tokens, self.features, self.positions, self.valid))
+        tokens, features, positions, valid = kept
+        return Commit(tokens, features, positions, valid, self.roots[rows], embeddings)
+
+    def for_tokens(self) -> Commit:
+        """The same for a drafter that reads tokens alone, to which a prompt without any is one column of padding."""
+        if not bool((self.tokens < 0).any()):
+            return replace(self, embeddings=None)
+        last = slice(self.tokens.shape[1] - 1, None)
+        parts = (self.tokens, self.features, self.positions, self.valid)
+        tokens, features, positions, valid = (part[:, last] for part in parts)
+        return Commit(torch.zeros_like(tokens), features, positions, torch.zeros_like(valid), self.roots)
 
 
 class DraftSession(Protocol):

@@ -125,7 +125,7 @@ class EagleDraft(nn.Module):
                 f"`assistant_model` reads the model's token embeddings in a width of {self.config.hidden_size}, and "
                 f"theirs is {width}. Use a head that has embeddings of its own (`embed_tokens.weight`)."
             )
-        return FeatureSpec(tuple(boundaries))
+        return FeatureSpec(tuple(boundaries), embeddings=True)
 
     def _refuse_vocabulary(self, rows: int) -> None:
         """Raises unless every drafted id is one of the model's, whose rows may be padded; the head's may be too."""
@@ -176,10 +176,11 @@ class EagleSession:
         """Appends the committed pairs, the last one ending in the root; log-probs of the root's children."""
         self.end()
         device = self._head.device
-        valid, positions = commit.valid.to(device), commit.positions.to(device)
+        tokens, embeddings, valid = self._following(commit)
+        valid, positions = valid.to(device), commit.positions.to(device)
         features = self._head.fc(commit.features.to(device, self._head.dtype))
         mask = self._commit_mask(valid)
-        outputs = self._forward(_following_tokens(commit), features, positions, mask)
+        outputs = self._forward(tokens, features, positions, mask, embeddings)
         self._cache.keep([row.nonzero().flatten().tolist() for row in valid])
         self._warn_beyond_training()
         last = (valid * torch.arange(1, valid.shape[1] + 1, device=device)).argmax(dim=1, keepdim=True)
@@ -219,9 +220,31 @@ class EagleSession:
         """Goes on from the `state` of another session of this head."""
         self._cache.fill(state)
 
-    def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def _following(self, commit: Commit) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What follows each committed position: tokens (B, m), embeddings (B, e - 1, h) of the first, valid (B, m).
+
+        A head with embeddings of its own, or of another width, does not know the target's: it reads the positions
+        that a token follows.
+        """
+        tokens, given = _following_tokens(commit), commit.embeddings
+        is_own = self._head.embed_tokens is not None
+        if given is None or is_own or given.shape[2] != self._head.config.hidden_size:
+            return tokens.clamp(min=0), None, commit.valid & (tokens >= 0)
+        return tokens.clamp(min=0), given[:, 1:], commit.valid
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        embeddings: Tensor | None = None,
+    ) -> Tensor:
         self.steps += 1
-        return self._head.layer(self._embed(tokens).to(features), features, positions, self._cache, mask)
+        embeds = self._embed(tokens).to(features)
+        if embeddings is not None:
+            embeds = torch.cat([embeddings.to(features), embeds[:, embeddings.shape[1] :]], dim=1)
+        return self._head.layer(embeds, features, positions, self._cache, mask)
 
     def _warn_beyond_training(self) -> None:
         limit = self._head.config.max_position_embeddings

@@ -34,10 +34,12 @@ from .eagle_layer import DraftLayer  # noqa: F401
 from .features import features_of  # noqa: F401
 from .head_config import read_config  # noqa: F401
 from .head_files import HeadFiles  # noqa: F401
+from .inputs import first_inputs  # noqa: F401
 from .masks import tree_masks  # noqa: F401
 from .pace import must_keep_step  # noqa: F401
 from .policies import TreePolicy  # noqa: F401
 from .positions import refuse_crossing  # noqa: F401
+from .probe import check_target  # noqa: F401
 from .prompt import Prompt  # noqa: F401
 from .sampling import Picker  # noqa: F401
 from .stats import TalonStats  # noqa: F401

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .masks import layer_windows
-from .turns import Turn
 
 # What the loop decides itself, or what `generate` does not hand to the forward either.
-NOT_INPUTS = ("use_cache", "logits_to_keep", "cache", "past_key_values", "cache_position", "labels")
+NOT_INPUTS = ("logits_to_keep", "cache", "past_key_values", "cache_position", "labels")
 # Inputs with a column for each token; they may cover more of a text than its last tokens.
 BY_TOKEN = ("position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
@@ -22,52 +20,62 @@ PLACEHOLDERS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio
 
 @dataclass(frozen=True)
 class Prompt:
-    """B prompts of L columns.
+    """B prompts of m columns.
 
     Attributes:
-        ids: (B, L) int64.
-        mask: (B, L), 0 for padding, or None.
-        inputs: what else the forward gets; those of `BY_TOKEN` are (..., B, L).
+        ids: (B, L) int64, the tokens that the sequences begin with: the prompt's own, L = m, if there are no
+            embeddings.
+        mask: (B, m), 0 for padding, or None.
+        given: what else `generate` hands to the model's `prepare_inputs_for_generation`.
+        embeds: (B, m, h), what the model reads instead of `ids`, or None.
     """
 
     ids: Tensor
     mask: Tensor | None
-    inputs: dict[str, Any]
+    given: dict[str, Any]
+    embeds: Tensor | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompt:
         """What `generate` hands to its loop.
 
         Raises:
-            ValueError: new tokens without the text that a cache holds, a mask of another shape, or one that hides a
-                token inside the prompt from a window.
+            ValueError: new tokens without the text that a cache holds, a mask or positions of another shape, or a
+                mask that hides a token inside the prompt from a window.
         """
-        rows, length = input_ids.shape
-        _refuse_new_tokens_alone(length, model_kwargs)
-        inputs = {name: value for name, value in model_kwargs.items() if name not in NOT_INPUTS}
-        mask = inputs.pop("attention_mask", None)
+        given = {name: value for name, value in model_kwargs.items() if name not in NOT_INPUTS}
+        mask, embeds = given.pop("attention_mask", None), given.pop("inputs_embeds", None)
+        rows, columns = (input_ids if embeds is None else embeds).shape[:2]
+        if embeds is None:
+            _refuse_new_tokens_alone(columns, model_kwargs)
         if mask is not None:
-            mask = _fitting(mask, rows, length)
+            mask = _fitting(mask, rows, columns, "input_ids" if embeds is None else "inputs_embeds")
             _refuse_holes(model, mask)
-        for name in BY_TOKEN:
-            if inputs.get(name) is not None:
-                values = inputs[name][..., -length:]
-                inputs[name] = values.expand(*values.shape[:-2], rows, length)
-        return cls(input_ids.long(), mask, inputs)
+        positions = given.get("position_ids")
+        if embeds is not None and positions is not None and 1 < positions.shape[-1] < columns:
+            raise ValueError(
+                f"`inputs_embeds` has {columns} positions, `position_ids` {positions.shape[-1]}: pass an "
+                f"`attention_mask` of the shape {(rows, columns)}, from which `generate` numbers them."
+            )
+        return cls(input_ids.long(), mask, given, embeds)
+
+    @property
+    def columns(self) -> int:
+        """m, which the cache holds once the prompt is read."""
+        return self.ids.shape[1] if self.embeds is None else self.embeds.shape[1]
+
+    @property
+    def lead(self) -> int:
+        """Columns before the first of the sequences' tokens; below 0 for tokens beside fewer embeddings."""
+        return self.columns - self.ids.shape[1]
 
     def lengths(self) -> list[int]:
-        """Per row, the tokens without the padding."""
-        return [self.ids.shape[1]] * len(self.ids) if self.mask is None else self.mask.sum(dim=1).tolist()
+        """Per row, the columns without the padding."""
+        return [self.columns] * len(self.ids) if self.mask is None else self.mask.sum(dim=1).tolist()
 
-    def behind(self, turn: Turn) -> Prompt:
-        """What a turn (of one row) has not read yet."""
-        new = self.ids.shape[1] - turn.tokens.shape[1]
-        inputs = {name: value[..., -new:] if name in BY_TOKEN else value for name, value in self.inputs.items()}
-        positions = inputs.get("position_ids")
-        if positions is None or positions.dim() != turn.next_positions.dim() + 1:
-            steps = torch.arange(new, device=turn.next_positions.device)
-            inputs["position_ids"] = turn.next_positions.unsqueeze(-1) + steps
-        return Prompt(self.ids[:, -new:], None, inputs)
+    def tokens(self) -> Tensor:
+        """(B, m) int64, the token at each column; -1 where there is an embedding and no token."""
+        return self.ids if self.lead == 0 else self.ids.new_full((len(self.ids), self.columns), -1)
 
 
 def _refuse_new_tokens_alone(length: int, model_kwargs: Mapping[str, Any]) -> None:
@@ -86,11 +94,26 @@ def given_cache(model_kwargs: Mapping[str, Any]) -> Any:
     return model_kwargs.get("past_key_values") if cache is None else cache
 
 
-def _fitting(mask: Tensor, rows: int, length: int) -> Tensor:
+def chunk_size(value: Any) -> int | None:
+    """The most columns of a prompt that one forward may read, from `prefill_chunk_size`.
+
+    Raises:
+        RuntimeError, TypeError: as plain `generate` does, whose split of the prompt fails.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`prefill_chunk_size` must be a whole number of tokens, got {value!r}.")
+    if value < 1:
+        raise RuntimeError(f"`prefill_chunk_size` must be at least 1 token, got {value}: leave it out for one chunk.")
+    return value
+
+
+def _fitting(mask: Tensor, rows: int, length: int, name: str) -> Tensor:
     if mask.dim() != 2 or mask.shape[1] != length or len(mask) not in (1, rows):
         raise ValueError(
-            f"`attention_mask` has the shape {tuple(mask.shape)}, `input_ids` {(rows, length)}: TALON reads one 0 or "
-            "1 for each token. With a cache, too, pass the whole text as `input_ids`."
+            f"`attention_mask` has the shape {tuple(mask.shape)}, `{name}` {(rows, length)}: TALON reads one 0 or "
+            f"1 for each position. With a cache, too, pass the whole text as `{name}`."
         )
     return mask.expand(rows, length)
 
@@ -108,12 +131,17 @@ def _refuse_holes(model: PreTrainedModel, mask: Tensor) -> None:
 
 
 def refuse_lost_media(model: PreTrainedModel, prompt: Prompt, cache: Any) -> None:
-    """Raises ValueError for a prompt that is read anew, and shows images or sounds that only its cache has."""
+    """Raises ValueError for a prompt that is read anew, if only its cache has its images, sounds or embeddings."""
     if cache is None or cache.get_seq_length() == 0:
         return
+    if getattr(cache, "of_embeddings", False) and prompt.embeds is None:
+        raise ValueError(
+            "The prompt began as `inputs_embeds` that this call was not given, and its cache cannot be gone on with "
+            "(it is of another drafter, another kind or another text). Pass them again, as for a first turn."
+        )
     ids = [getattr(model.config, name, None) for name in PLACEHOLDERS]
     shown = any(bool((prompt.ids == token).any()) for token in ids if token is not None)
-    if shown and not any(isinstance(v, Tensor) and v.is_floating_point() for v in prompt.inputs.values()):
+    if shown and not any(isinstance(v, Tensor) and v.is_floating_point() for v in prompt.given.values()):
         raise ValueError(
             "The prompt shows images, videos or sounds that this call was not given, and its cache cannot be gone on "
             "with (it is of another drafter, another kind or another text). Pass them again, as for a first turn."

@@ -22,7 +22,8 @@ class TalonStats:
         accepted_by_depth: entry d is the number of rounds that accepted a node at depth d + 1.
         lockstep: whether the rows of the batch advanced together, each round as far as the least of them (see
             `pace.py`): tau is then the least of the rows, and what the others could have taken is drafted again.
-        seconds: wall time by phase: "prefill", "draft", "target", "accept", "commit"; "total" is the whole loop's.
+        seconds: wall time by phase: "prefill", "draft", "target", "accept", "commit"; "total" is the whole loop's;
+            "check" is what trying a model that no test covers took, before the loop.
     """
 
     rounds: int = 0

@@ -107,7 +107,7 @@ class Transcript:
         """Emits one token of each row of a group, all at one length."""
         length = self.lengths[rows[0]]
         if length == self._ids.shape[1]:
-            spare = torch.full_like(self._ids[:, :1], self.pad).expand(-1, max(64, length // 2))
+            spare = self._ids.new_full((len(self._ids), max(64, length // 2)), self.pad)
             self._ids = torch.cat([self._ids, spare], dim=1)
         for row, token in zip(rows, tokens, strict=True):
             self._ids[row, length] = token

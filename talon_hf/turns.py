@@ -109,6 +109,8 @@ class TurnCache(TreeCache):
         plain = DynamicCache()
         for index, (keys, values) in columns_of(self).items():
             plain.update(keys, values, index)
+        if self.of_embeddings:
+            setattr(plain, "of_embeddings", True)  # noqa: B010  # plain has no such attribute
         if self.turn is not None and self.committed == [self.get_seq_length()]:
             setattr(plain, STORED, _stored(self.turn, plain))
         return DynamicCache, (), vars(plain)
@@ -171,7 +173,7 @@ def _stored(turn: Turn, plain: DynamicCache) -> dict[str, Any] | None:
         "form": FORM,
         "tokens": turn.tokens.clone(),
         "next_positions": turn.next_positions.clone(),
-        "unread": {name: value.clone() for name, value in vars(turn.unread).items()},
+        "unread": {name: value if value is None else value.clone() for name, value in vars(turn.unread).items()},
         "session": turn.session.state(),
         "conditions": turn.conditions,
         "made_by": made_by,

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "talon_hf"
 MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
-SHIPPED = set(MODULES) - {"__init__", "audit", "bench", "cli", "hub", "pair", "ties"}
+SHIPPED = set(MODULES) - {"__init__", "bench", "cli", "hub", "pair", "ties"}
 
 # Every module and all that it may import of the package: trees and masks know no model, policies no hidden state,
 # drafters no target, acceptance no drafter; only candidates joins drafter and policy, only decoding all sides.
@@ -37,15 +37,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "assistants": {"checkpoints", "drafter", "eagle", "head_files"},
     "turns": {"cache", "drafter"},
     "output": {"compat", "stats"},
-    "prompt": {"masks", "turns"},
+    "prompt": {"masks"},
+    "inputs": {"compat", "prompt"},
     "checks": {"compat", "masks"},
-    "target": {"cache", "compat", "drafter", "features", "masks", "tree"},
+    "target": {"cache", "compat", "drafter", "features", "inputs", "masks", "prompt", "tree"},
     "candidates": {"compat", "config", "drafter", "features", "policies", "tree"},
     "decoding": {
-        "acceptance", "candidates", "compat", "config", "drafter", "output", "pace", "positions", "prompt", "sampling",
+        "acceptance", "candidates", "compat", "config", "drafter", "output", "pace", "positions", "probe", "prompt",
+        "sampling",
         "stats", "target", "transcript", "tree", "turns",
     },
-    "audit": {"cache", "checks", "drafter", "prompt", "target", "tree"},
+    "probe": {"cache", "checks", "drafter", "features", "inputs", "prompt", "target", "tree"},
     "pair": {"compat", "eagle"},
     "hub": {"pair"},
     "ties": set(),

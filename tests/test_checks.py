@@ -36,7 +36,6 @@ ASKED: dict[str, tuple[Any, str]] = {
     "assistant_tokenizer": (letter_tokenizer(), "a "),
     "token_healing": (True, "True"),
     "synced_gpus": (True, "True"),
-    "inputs_embeds": (torch.zeros(1, 7, 32), "a Tensor"),
     "use_cache": (False, "False"),
 }
 IN_CONFIGS = [name for name in REFUSED if hasattr(GenerationConfig(), name)]
