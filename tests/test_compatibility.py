@@ -111,7 +111,7 @@ def test_a_cache_of_another_kind_is_neither_read_nor_filled(
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("where", ["argument", "config"])
-@pytest.mark.parametrize("name", ["dynamic_full", "hybrid", "sliding_window"])
+@pytest.mark.parametrize("name", ["hybrid", "hybrid_chunked", "sliding_window"])
 def test_names_of_other_caches_that_keep_everything_are_taken(
     model: Any, head: EagleDraft, name: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
