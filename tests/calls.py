@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from talon_hf import generate
+from talon_hf import decoding, generate
 
 PROMPT = torch.tensor([[7, 11, 3, 42, 5, 9, 23]])
 BATCH = torch.tensor([[0, 0, 7, 11, 3, 42], [9, 23, 5, 17, 31, 8], [0, 0, 0, 0, 19, 4]])
@@ -61,7 +61,7 @@ def padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def shapes_of_forwards(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """A list that every forward of the model from now on adds its (rows, tokens) to."""
+    """A list that every forward of the model from now on adds its (rows, tokens) to, if it is part of the text."""
     shapes: list[tuple[int, int]] = []
     forward = model.forward
 
@@ -72,6 +72,7 @@ def shapes_of_forwards(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) 
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(model, "forward", spy)
+    monkeypatch.setattr(decoding, "probe", lambda *_: None)
     return shapes
 
 

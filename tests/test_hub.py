@@ -430,7 +430,7 @@ torch.set_num_threads(1)  # tiny models
 target, head = sys.argv[1:]
 ids = torch.tensor([[5, 9, 17, 3, 44, 21]])
 options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-by_name = {"custom_generate": "org/talon", "trust_remote_code": True, **options}
+by_name = {"custom_generate": "org/talon", "trust_remote_code": True, "talon_check": False, **options}
 widths = []  # tokens in each of the target's forwards
 
 def watch(model):

@@ -98,7 +98,7 @@ def test_no_forward_of_such_a_call_meets_another_threads_setting(head: EagleDraf
 
     model.register_forward_pre_hook(try_from_another_thread)
     with torch.compiler.set_stance("force_eager"):
-        out = talon(model, PROMPT, head, max_new_tokens=8, return_dict_in_generate=True)
+        out = talon(model, PROMPT, head, max_new_tokens=8, return_dict_in_generate=True, talon_check=False)
     assert held == [True] * (1 + out.talon_stats.batch_rounds)
 
 
