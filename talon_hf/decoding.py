@@ -55,7 +55,6 @@ def talon_decode(
     """
     config = TalonConfig.resolve(options, vars(generation_config))
     prompt = Prompt.of(model, input_ids, model_kwargs)
-    chunk = chunk_size(generation_config.prefill_chunk_size)
     last_place = generation_config.max_length + prompt.lead
     refuse_crossing(model, prompt.lengths(), last_place, config.node_budget)
     rows = list(range(len(prompt.ids)))
@@ -64,15 +63,12 @@ def talon_decode(
     lockstep = must_keep_step(logits_processor, stopping_criteria, len(rows))
     stats = TalonStats(lockstep=lockstep)
     picker = Picker(logits_processor, bool(generation_config.do_sample), len(rows), lockstep)
-    rule = RULES[config.acceptance]
     transcript = _transcript(prompt.ids, stopping_criteria, generation_config, streamer, lockstep)
 
-    if config.check:
-        with stats.timed("check"):
-            probe(model, prompt)
+    _check(model, prompt, config, stats)
     with stats.timed("total"):
         with stats.timed("prefill"):
-            scores, commit = _prefill(target, prompt, turn, last_place - prompt.columns, chunk)
+            scores, commit = _prefill(target, prompt, turn, generation_config)
         tree = DraftTree.from_roots(commit.roots)
         walk(tree, scores.logits, rows, picker, transcript)  # prefill's own token: no tree, no round
         while not all(transcript.finished):
@@ -83,7 +79,7 @@ def talon_decode(
             with stats.timed("target"):
                 scores = target.score(tree)
             with stats.timed("accept"):
-                verdict = walk(tree, scores.logits, rows, picker, transcript, rule)
+                verdict = walk(tree, scores.logits, rows, picker, transcript, RULES[config.acceptance])
             with stats.timed("commit"):
                 commit = _commit(target, tree, scores, verdict)
             accepted = [len(path) - 1 for path in verdict.paths]
@@ -114,10 +110,20 @@ def _start(
     return generator, Target(model, generator.spec, begun, turn.next_positions), turn
 
 
-def _prefill(target: Target, prompt: Prompt, turn: Turn | None, new: int, chunk: int | None) -> tuple[Scores, Commit]:
+def _check(model: PreTrainedModel, prompt: Prompt, config: TalonConfig, stats: TalonStats) -> None:
+    """Tries a model that no test covers, unless the caller said not to."""
+    if config.check:
+        with stats.timed("check"):
+            probe(model, prompt)
+
+
+def _prefill(
+    target: Target, prompt: Prompt, turn: Turn | None, generation_config: GenerationConfig
+) -> tuple[Scores, Commit]:
     """Reads the prompt, or what a turn lacks of it; the commit still lacks its roots."""
     past = 0 if turn is None else turn.tokens.shape[1]
-    scores, places, valid = target.read(prompt, past, new, chunk)
+    new = generation_config.max_length - prompt.ids.shape[1]
+    scores, places, valid = target.read(prompt, past, new, chunk_size(generation_config.prefill_chunk_size))
     tokens = prompt.tokens()[:, past:]
     commit = Commit(tokens, scores.features, places, valid, torch.zeros_like(tokens[:, 0]), prompt.embeds)
     if not target.spec.embeddings:
