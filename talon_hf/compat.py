@@ -31,14 +31,13 @@ NAMES: dict[str, tuple[str, str]] = {
     "_attn_implementation": ("a model's configs", STOPS),
     "model_type": ("a model's config", STOPS),
     "get_extended_attention_mask": ("a forward's code, before 5.0", "the model is taken to read 4D masks"),
+    "prepare_inputs_for_generation": ("a model", "every forward gets the call's arguments as they are"),
+    "_update_model_kwargs_for_generation": ("a model", "no argument is taken to change from step to step"),
     "_pad_token_tensor": ("a config that `generate` prepared", "its `pad_token_id`, else an end token, fills rows"),
     "layer_class_to_replicate": ("DynamicCache", STOPS),
     "offloading": ("a given cache", "it is not filled, and the output has a cache of its own"),
     "QuantizedCache": ("the name of a given cache's class", "it is not filled, and the output has a cache of its own"),
-    "StopCheck": (
-        "transformers.generation.utils",
-        "a token is streamed before criteria see it, as before 5.17",
-    ),
+    "StopCheck": ("transformers.generation.utils", "a token is streamed before criteria see it, as before 5.17"),
     "GgufConfig": ("transformers", "a GGUF file is read as before 5.24, which knew dense weights alone"),
     "ACT2FN": ("transformers.activations", "a head's activation is torch's function of that name"),
     "CandidateGenerator": ("transformers.generation", "TalonCandidateGenerator serves TALON's own loop alone"),
@@ -50,6 +49,9 @@ NAMES: dict[str, tuple[str, str]] = {
     "active_peft_config": ("a model of PEFT", STOPS),
     "_orig_mod": ("what `torch.compile` returns", "the model is the one whose `generate` it hands out"),
     "_compiled_call_impl": ("a module of torch", "the model is taken for a compiled one, and runs eagerly"),
+    "_forward_pre_hooks": ("a module of torch", "a hook of the user's does not have the model checked"),
+    "_forward_hooks": ("a module of torch", "a hook of the user's does not have the model checked"),
+    "_hf_hook": ("a module that accelerate moves", "its replaced forward has the model checked"),
     "_torchdynamo_orig_callable": ("a compiled forward", "a forward that was compiled alone runs compiled"),
 }
 
@@ -113,20 +115,6 @@ def takes_flat_masks_only(model: PreTrainedModel) -> bool:
 def eager_masks_by_column(model: PreTrainedModel) -> bool:
     """Whether eager attention adds a causal mask over as many columns as there are positions, too few for a tree."""
     return _is_kind(model, "gpt2") and Version("5.17") > TRANSFORMERS
-
-
-def rope_parameters(text: PretrainedConfig) -> list[dict[str, Any]]:
-    """The rotary parameters of a text config, one dict for each kind of layer: called "rope_scaling" before 5.0."""
-    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    nested = [parameters for parameters in found.values() if isinstance(parameters, dict)]
-    return nested or [found]
-
-
-def longrope_limit(text: PretrainedConfig, parameters: dict[str, Any]) -> int:
-    """The longest text that longrope's short factors serve; before 5.0 the parameters had no say in it."""
-    if hasattr(text, "rope_parameters"):
-        return parameters["original_max_position_embeddings"]
-    return getattr(text, "original_max_position_embeddings", text.max_position_embeddings)
 
 
 def makes_own_positions(model: PreTrainedModel) -> bool:
@@ -196,8 +184,7 @@ def uncompiled(model: Any) -> Any:
 def is_compiled(model: PreTrainedModel) -> bool:
     """Whether `torch.compile` has been applied to the model or a part of it."""
     return any(
-        read(module, "_compiled_call_impl", True) is not None
-        or read(module.forward, "_torchdynamo_orig_callable", None) is not None
+        read(module, "_compiled_call_impl", True) is not None or is_compiled_forward(module.forward)
         for module in model.modules()
     )
 
@@ -258,48 +245,34 @@ def dense_gguf(file_name: str) -> dict[str, Any]:
     return {"gguf_file": file_name} | ({"quantization_config": config(dequantize=True)} if config else {})
 
 
-def without_kernels() -> dict[str, Any]:
-    """`from_pretrained` arguments that load a model's own code: 5.25 asks for the package `kernels` otherwise."""
-    return {"use_kernels": False}
-
-
 def cache_output_field() -> str:
     """The name under which `generate` outputs carry the cache."""
     return "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"
 
 
 def prepared_inputs(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    given: dict[str, Any],
-    cache: Any,
-    past: int,
-    columns: int,
-    is_first: bool,
+    model: PreTrainedModel, ids: torch.Tensor, given: dict[str, Any], cache: Any, past: int, columns: int, first: bool
 ) -> dict[str, Any]:
     """What the model's own `prepare_inputs_for_generation` makes of a call, as plain `generate` asks it.
 
     Args:
-        model: the target.
-        input_ids: (B, L) int64, the text so far.
+        ids: (B, L) int64, the text so far.
         given: the other arguments, without a cache.
-        cache: of the text so far but what is read now.
-        past: columns that it holds.
-        columns: of the whole text; not L if it begins with embeddings.
-        is_first: whether this is the call's first forward.
+        cache: holds the first `past` of the text's `columns`, which are not L if it begins with embeddings.
+        first: whether this is the call's first forward.
     """
-    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    prepare = read(model, "prepare_inputs_for_generation", None)
     if prepare is None:
-        return {"input_ids": input_ids[:, past - columns :], **given}
+        return {"input_ids": ids[:, past - columns :], **given}
     asks = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     asked: dict[str, Any] = {"cache" if "cache" in asks else "past_key_values": cache}
     if "cache_position" in asks:
-        asked["cache_position"] = torch.arange(past, columns, device=input_ids.device)
+        asked["cache_position"] = torch.arange(past, columns, device=ids.device)
     if "next_sequence_length" in asks:
         asked["next_sequence_length"] = columns - past
-    if "is_first_iteration" in asks and is_first:
+    if "is_first_iteration" in asks and first:
         asked["is_first_iteration"] = True
-    return dict(prepare(input_ids, **asked, **given))
+    return dict(prepare(ids, **asked, **given))
 
 
 def chunks_ignore_padding() -> bool:
@@ -309,24 +282,17 @@ def chunks_ignore_padding() -> bool:
 
 def own_preparation(model: PreTrainedModel) -> bool:
     """Whether transformers' own code prepares the inputs of this model's forwards."""
-    prepare = getattr(model, "prepare_inputs_for_generation", None)
-    return prepare is None or _is_theirs(prepare)
+    return _is_theirs(read(model, "prepare_inputs_for_generation", None))
 
 
 def updated_inputs(model: PreTrainedModel, outputs: Any, given: dict[str, Any], columns: int) -> dict[str, Any]:
-    """What an override of `_update_model_kwargs_for_generation` makes of a call's arguments behind a forward.
+    """What an override of `_update_model_kwargs_for_generation` makes of the arguments `given` behind a forward.
 
-    Args:
-        model: the target.
-        outputs: of the forward.
-        given: the arguments; they may be changed in place.
-        columns: of the text so far.
-
-    Returns:
-        the arguments; nothing where the method is transformers' own, which changes only what a tree brings itself.
+    Nothing where the method is transformers' own, which changes only what a tree brings itself. `columns` are those of
+    the text so far.
     """
-    update = getattr(model, "_update_model_kwargs_for_generation", None)
-    if update is None or _is_theirs(update):
+    update = read(model, "_update_model_kwargs_for_generation", None)
+    if _is_theirs(update):
         return {}
     if "cache_position" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
         given["cache_position"] = torch.arange(columns)
@@ -334,4 +300,19 @@ def updated_inputs(model: PreTrainedModel, outputs: Any, given: dict[str, Any], 
 
 
 def _is_theirs(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("transformers.")
+    return function is None or str(getattr(function, "__module__", "")).startswith("transformers.")
+
+
+def hooks_of(module: nn.Module) -> dict[int, Any]:
+    """The hooks around a module's forward, by numbers that torch gives once and never again."""
+    return {**read(module, "_forward_pre_hooks", {}), **read(module, "_forward_hooks", {})}
+
+
+def is_moved_by_accelerate(module: nn.Module) -> bool:
+    """Whether accelerate has put its own forward, which moves weights and inputs, around a module's."""
+    return read(module, "_hf_hook", None) is not None
+
+
+def is_compiled_forward(forward: Any) -> bool:
+    """Whether a forward is what `torch.compile` made of another."""
+    return read(forward, "_torchdynamo_orig_callable", None) is not None

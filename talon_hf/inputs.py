@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .compat import chunks_ignore_padding, own_preparation, prepared_inputs, updated_inputs
+from .compat import chunks_ignore_padding, hooks_of, own_preparation, prepared_inputs, updated_inputs
 from .prompt import BY_TOKEN, Prompt
 
 # What a forward of the loop brings itself.
@@ -209,7 +209,7 @@ def modules_by_row(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     return [
         (module, name)
         for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
+        for hook in hooks_of(module).values()
         for name in LISTS_BY_ROW
         if name in (getattr(hook, "keywords", None) or {})
     ]

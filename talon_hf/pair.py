@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from .compat import dense_gguf, without_kernels
+from .compat import dense_gguf
 from .eagle import EagleDraft
 
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -43,7 +43,8 @@ def load_target(source: str | Path | None = None, dtype: torch.dtype = torch.bfl
     folder = str(gguf.parent if gguf else source)
     tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf.name} if gguf else {}))
     dense = dense_gguf(gguf.name) if gguf else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **dense, **without_kernels())
+    # The model's own code: 5.25 asks for the package `kernels` otherwise.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_kernels=False, **dense)
     return model.eval(), tokenizer
 
 

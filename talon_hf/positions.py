@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
-
-from .compat import longrope_limit, rope_parameters
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,13 @@ def changes(config: PretrainedConfig) -> list[Change]:
     """The places that a model's config tells of."""
     text = config.get_text_config(decoder=True)
     found = []
-    for parameters in rope_parameters(text):
+    for parameters in _rope_parameters(text):
         kind = parameters.get("rope_type", parameters.get("type")) or "default"
         if "dynamic" in kind:
             found.append(Change(text.max_position_embeddings, "its dynamic rotary frequencies change"))
         elif kind == "longrope":
             found.append(
-                Change(longrope_limit(text, parameters), "its longrope rotary frequencies change", is_last=True)
+                Change(_longrope_limit(text, parameters), "its longrope rotary frequencies change", is_last=True)
             )
     if getattr(text, "attn_temperature_tuning", False):  # Llama 4
         found.append(Change(text.floor_scale - 1, "the temperature of its attention changes", counts_columns=True))
@@ -73,3 +72,17 @@ def refuse_crossing(model: PreTrainedModel, lengths: Sequence[int], max_length: 
 def are_read_alike(config: PretrainedConfig, shorter: int, longer: int) -> bool:
     """Whether a text of `shorter` tokens has the keys that it has as the beginning of one of `longer` tokens."""
     return not any(shorter <= change.limit < longer for change in changes(config))
+
+
+def _rope_parameters(text: PretrainedConfig) -> list[dict[str, Any]]:
+    """The rotary parameters of a text config, one dict for each kind of layer: called "rope_scaling" before 5.0."""
+    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    nested = [parameters for parameters in found.values() if isinstance(parameters, dict)]
+    return nested or [found]
+
+
+def _longrope_limit(text: PretrainedConfig, parameters: dict[str, Any]) -> int:
+    """The longest text that longrope's short factors serve; before 5.0 the parameters had no say in it."""
+    if hasattr(text, "rope_parameters"):
+        return parameters["original_max_position_embeddings"]
+    return getattr(text, "original_max_position_embeddings", text.max_position_embeddings)

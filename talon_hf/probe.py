@@ -19,6 +19,7 @@ from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
 
 from .cache import TreeCache
 from .checks import refuse_target
+from .compat import hooks_of, is_compiled_forward, is_moved_by_accelerate
 from .drafter import FeatureSpec
 from .features import features_of
 from .inputs import following_rows
@@ -101,15 +102,13 @@ def foreign_parts(model: PreTrainedModel) -> list[tuple[Any, ...]]:
         is_ours = kind.__module__.startswith(COVERED) or kind.__module__ == "transformers.pytorch_utils"
         if not is_ours and not kind.__module__.startswith("peft."):
             parts.append((f"the class {kind.__name__}", name, kind))
-        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
-            forward = vars(module)["forward"]
-            if not hasattr(forward, "_torchdynamo_orig_callable"):
-                parts.append(("a replaced `forward`", name, id(forward)))
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            # Torch numbers its hooks and never gives a number twice.
-            parts += [("a forward hook", name, i) for i, hook in hooks.items() if not _origin(hook).startswith(HOOKS)]
-        for own, value in [*module._parameters.items(), *module._buffers.items()]:
-            if value is not None and type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+        forward = vars(module).get("forward")
+        if forward is not None and not is_moved_by_accelerate(module) and not is_compiled_forward(forward):
+            parts.append(("a replaced `forward`", name, id(forward)))
+        hooks = hooks_of(module).items()
+        parts += [("a forward hook", name, i) for i, hook in hooks if not _origin(hook).startswith(HOOKS)]
+        for own, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
                 parts.append((f"the weights' class {type(value).__name__}", name, own, type(value)))
     attention = own_attention(model)
     if not str(attention).startswith(ATTENTION):
