@@ -45,7 +45,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "generated_ngrams": ("EncoderNoRepeatNGramLogitsProcessor", LOCKSTEP),
     "batch_size": ("EncoderNoRepeatNGramLogitsProcessor", LOCKSTEP),
     "unconditional_context": ("UnbatchedClassifierFreeGuidanceLogitsProcessor", LOCKSTEP),
-    "prompt_ignore_length": ("RepetitionPenaltyLogitsProcessor, since 5.24", "it is taken to treat every row alike"),
+    "prompt_ignore_length": ("RepetitionPenaltyLogitsProcessor", LOCKSTEP),
     "active_peft_config": ("a model of PEFT", STOPS),
     "_orig_mod": ("what `torch.compile` returns", "the model is the one whose `generate` it hands out"),
     "_compiled_call_impl": ("a module of torch", "the model is taken for a compiled one, and runs eagerly"),
@@ -214,22 +214,24 @@ def processor_for_row(processor: Any, row: int, rows: int) -> Any:
     narrowed = copy.copy(processor)
     try:
         if type(processor) in known_classes("EncoderRepetitionPenaltyLogitsProcessor"):
-            source = row * len(processor.encoder_input_ids) // rows
-            narrowed.encoder_input_ids = processor.encoder_input_ids[source : source + 1]
+            ids = read(processor, "encoder_input_ids")
+            source = row * len(ids) // rows
+            narrowed.encoder_input_ids = ids[source : source + 1]
         elif type(processor) in known_classes("EncoderNoRepeatNGramLogitsProcessor"):
-            source = row * processor.batch_size // rows
-            narrowed.generated_ngrams, narrowed.batch_size = [processor.generated_ngrams[source]], 1
+            source = row * read(processor, "batch_size") // rows
+            narrowed.generated_ngrams, narrowed.batch_size = [read(processor, "generated_ngrams")[source]], 1
         elif type(processor) in known_classes("UnbatchedClassifierFreeGuidanceLogitsProcessor"):
             narrowed.unconditional_context = {
                 key: value[row * len(value) // rows][None] if isinstance(value, torch.Tensor) else value
-                for key, value in processor.unconditional_context.items()
+                for key, value in read(processor, "unconditional_context").items()
             }
-        elif isinstance(padding := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
-            # RepetitionPenaltyLogitsProcessor of 5.24: how much of each row is padding.
-            narrowed.prompt_ignore_length = padding[row : row + 1]
+        elif type(processor) in known_classes("RepetitionPenaltyLogitsProcessor"):
+            ignored = read(processor, "prompt_ignore_length")
+            if isinstance(ignored, torch.Tensor):  # since 5.24: how much of each row is padding
+                narrowed.prompt_ignore_length = ignored[row : row + 1]
         else:
             return processor
-    except AttributeError:
+    except ValueError:
         return None
     return narrowed
 

@@ -108,6 +108,11 @@ class CompressedCache(DynamicCache):
     """A quantised cache under another name."""
 
 
+def of_rows_with(**options: Any) -> Call:
+    """Of a padded batch with a processor that may hold something for each row."""
+    return lambda model, _: both(model, BATCH, attention_mask=BATCH_MASK, **options)
+
+
 # A call that reads the name; what is not here is read by `both` on a Llama.
 CALLS: dict[str, Call] = {
     "_supports_sdpa": with_an_attention_that_takes_no_tree,
@@ -119,17 +124,14 @@ CALLS: dict[str, Call] = {
     "_torchdynamo_orig_callable": of_a_compiled_forward,
     "CandidateGenerator": of_candidates_without_a_base_class,
     "GgufConfig": of_a_gguf_file,
+    "encoder_input_ids": of_rows_with(encoder_repetition_penalty=1.7),
+    "generated_ngrams": of_rows_with(encoder_no_repeat_ngram_size=1),
+    "batch_size": of_rows_with(encoder_no_repeat_ngram_size=1),
+    "unconditional_context": of_rows_with(guidance_scale=1.7),
+    "prompt_ignore_length": of_rows_with(repetition_penalty=1.5),
 }
 STOP = {name for name, (_, without) in NAMES.items() if without == compat.STOPS}
-# What narrows a processor of transformers to a row of a batch; see the processors' own tests.
 NOT_READ = {"QuantizedCache", "get_extended_attention_mask"}  # looked for in another way than by `read`
-OF_PROCESSORS = {
-    "encoder_input_ids",
-    "generated_ngrams",
-    "batch_size",
-    "unconditional_context",
-    "prompt_ignore_length",
-}
 
 
 def take_away(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -150,7 +152,7 @@ def take_away(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize("name", sorted(set(NAMES) - OF_PROCESSORS))
+@pytest.mark.parametrize("name", sorted(NAMES))
 def test_without_a_name_the_text_is_plains_or_an_error_names_the_versions(
     name: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +273,7 @@ def test_the_table_lists_what_is_read() -> None:
     code = ast.parse((PACKAGE / "compat.py").read_text(encoding="utf-8"))
     calls = [n for n in ast.walk(code) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     asked = {n.args[1].value for n in calls if n.func.id == "read" and isinstance(n.args[1], ast.Constant)}
-    assert asked == set(NAMES) - NOT_READ - OF_PROCESSORS
+    assert asked == set(NAMES) - NOT_READ
     body = [n for n in code.body if not (isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "NAMES")]
     used = {n.attr for part in body for n in ast.walk(part) if isinstance(n, ast.Attribute)}
     assert set(NAMES) - {"QuantizedCache"} <= used | set().union(*map(strings, body))
