@@ -18,7 +18,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from hub_stand_in import READ_TOKEN, WRITE_TOKEN, HubStandIn, StandInRepo, serve_hub
+from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 
@@ -477,12 +479,17 @@ for block in blocks:
 assert len(outputs) == 2
 compare(model, *outputs)
 """
-LOADED_ONCE = """
+# Between what docs/hub.md counts, a request that nobody else makes.
+FIVE_CALLS = """
 model = watch(LlamaForCausalLM.from_pretrained(target))
-by_call = model.generate(ids, assistant_model=head, **by_name)
+mark = lambda: urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/org/talon/resolve/main/README.md")
+outputs = []
+for pin in ({}, {}, {"revision": os.environ["COMMIT"]}, {"revision": os.environ["COMMIT"]}):
+    outputs.append(model.generate(ids, assistant_model=head, **by_name, **pin))
+    mark()
 talon = model.load_custom_generate("org/talon", trust_remote_code=True)
-urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/org/talon/resolve/main/README.md")  # the test looks for it
-compare(model, by_call, talon(model=model, input_ids=ids, assistant_model=head, **options))
+mark()
+compare(model, *outputs, talon(model=model, input_ids=ids, assistant_model=head, **options))
 """
 OVERRIDDEN = """
 for source in target.split(","):
@@ -576,20 +583,53 @@ def test_bundle_and_the_code_on_its_card_work_offline_from_the_hub_cache(
 ) -> None:
     home = tmp_path / "home"
     huggingface_hub.snapshot_download("org/talon", endpoint=serving.url, cache_dir=home / "hub")
-    reports = run_hub_user(BY_NAME + CARD, saved / "target", saved / "head", home, HF_HUB_OFFLINE="1")
+    serving.requests.clear()
+    reports = run_hub_user(
+        BY_NAME + CARD, saved / "target", saved / "head", home, HF_HUB_OFFLINE="1", HF_ENDPOINT=serving.url
+    )
     assert len(reports) == 2
     assert_generated_like_plain(reports)
+    assert serving.requests == []
+    assert requests_by_the_page("5.17.0 and newer")[-1] == in_words(serving.requests)
 
 
-def test_bundle_works_from_the_hub_which_is_asked_for_code_only_and_once_loaded_for_nothing(
+def requests_by_the_page(column: str) -> list[str]:
+    """What docs/hub.md says that each kind of call asks of the Hub, from the table's rows, top down."""
+    table = (ROOT / "docs" / "hub.md").read_text().split("## What a call costs")[1].split("\n\n")[2]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return [row[head.index(column)] for row in rows]
+
+
+def in_words(requests: list[str]) -> str:
+    """Requests in the words of docs/hub.md's table."""
+    heads, gets = (sum(request.startswith(method) for request in requests) for method in ("HEAD", "GET"))
+    if not gets:
+        return f"{heads} HEAD" if heads else "none"
+    assert len(requests) == heads + gets
+    return f"{gets} GET, {heads} HEAD"
+
+
+def test_bundle_works_from_the_hub_with_the_requests_that_the_page_lists(
     serving: HubStandIn, saved: Path, tmp_path: Path
 ) -> None:
-    home, url = tmp_path / "home", serving.url
-    assert_generated_like_plain(run_hub_user(LOADED_ONCE, saved / "target", saved / "head", home, HF_ENDPOINT=url))
-    *fetched, last = [request.split("/")[-1] for request in serving.requests if request.startswith("GET /org/talon/")]
-    assert set(fetched) == {*(path.name for path in shipped_modules()), "requirements.txt"}
-    assert last == "README.md"
-    assert serving.requests[-1] == "GET /org/talon/resolve/main/README.md"
+    home, url, commit = tmp_path / "home", serving.url, serving.repos["org/talon"].sha
+    assert_generated_like_plain(
+        run_hub_user(FIVE_CALLS, saved / "target", saved / "head", home, HF_ENDPOINT=url, COMMIT=commit)
+    )
+    asked = [request for request in serving.requests if "/org/talon/" in request]
+    ends = [i for i, request in enumerate(asked) if request.endswith("README.md")]
+    first, later, _, pinned, loading, loaded = (
+        asked[begin + 1 : end] for begin, end in zip([-1, *ends], [*ends, len(asked)], strict=True)
+    )
+    fetched = [request.split("/")[-1] for request in first if request.startswith("GET")]
+    files = {*(path.name for path in shipped_modules()), "requirements.txt"}
+    assert sorted(fetched) == sorted(files), "code only, and each file once"
+    counts = in_words(first).replace(f"{len(files)} GET, {len(files)} HEAD", "a GET and a HEAD for each file")
+    counts = counts.replace(f"{len(files)} GET, {len(files) + 1} HEAD", "a GET and a HEAD for each file, 1 HEAD more")
+    column = (
+        "5.17.0 and newer" if Version("5.17") <= Version(transformers.__version__) else "transformers 4.57.6, 5.0.0"
+    )
+    assert [counts, *map(in_words, (later, pinned, loading, loaded))] == requests_by_the_page(column)[:-1]
 
 
 def test_repository_with_our_code_beside_its_weights_overrides_generate(
