@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from transformers import (
     dynamic_module_utils,
     pipeline,
 )
+from transformers.generation import stopping_criteria
 
 from talon_hf import EagleDraft, generate
 
@@ -280,10 +283,20 @@ def test_a_stopping_criterion_is_asked_once_a_token_as_by_plain_generate(name: s
         assert ours.ids == theirs.ids
 
 
-def test_max_time_ends_it_inside_a_round(endless: PreTrainedModel) -> None:
+def test_max_time_ends_it_inside_a_round(endless: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes at each look at the clock, which the criterion takes once a token."""
     whole = plain(endless, PROMPT, max_new_tokens=NEW)
-    out = talon(endless, PROMPT, "perfect", whole, max_new_tokens=NEW, max_time=1e-9)
-    assert sequences(out) == whole[:, : PROMPT.shape[1] + 1].tolist()
+    options = {"max_new_tokens": NEW, "return_dict_in_generate": True}
+    assert talon(endless, PROMPT, "perfect", whole, **options).talon_stats.tau > 5.0
+
+    def outputs(call: Any, *drafter: Any) -> Any:
+        monkeypatch.setattr(stopping_criteria, "time", SimpleNamespace(time=itertools.count().__next__))
+        return call(endless, PROMPT, *drafter, max_time=4.5, **options)
+
+    want, out = outputs(plain), outputs(talon, "perfect", whole)
+    assert want.sequences.tolist() == whole[:, : PROMPT.shape[1] + 5].tolist()
+    assert out.sequences.tolist() == want.sequences.tolist()
+    assert (out.talon_stats.rounds, out.talon_stats.emitted) == (1, 4)
 
 
 @pytest.mark.parametrize("name", ["perfect", "good"])

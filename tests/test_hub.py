@@ -626,9 +626,8 @@ def test_bundle_works_from_the_hub_with_the_requests_that_the_page_lists(
     assert sorted(fetched) == sorted(files), "code only, and each file once"
     counts = in_words(first).replace(f"{len(files)} GET, {len(files)} HEAD", "a GET and a HEAD for each file")
     counts = counts.replace(f"{len(files)} GET, {len(files) + 1} HEAD", "a GET and a HEAD for each file, 1 HEAD more")
-    column = (
-        "5.17.0 and newer" if Version("5.17") <= Version(transformers.__version__) else "transformers 4.57.6, 5.0.0"
-    )
+    is_new = Version(transformers.__version__) >= Version("5.17")
+    column = "5.17.0 and newer" if is_new else "transformers 4.57.6, 5.0.0"
     assert [counts, *map(in_words, (later, pinned, loading, loaded))] == requests_by_the_page(column)[:-1]
 
 
