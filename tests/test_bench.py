@@ -31,6 +31,25 @@ def test_every_system_is_run_compared_and_reported(capsys: pytest.CaptureFixture
         assert row["stats"]["emitted"] == (0 if name in ("plain", "lookup") else 2 * (NEW - 1))
 
 
+def test_kept_measurements_are_of_this_form_and_are_the_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    model = tiny_model("llama", eos_token_id=None)
+    prompts = [torch.tensor([[7, 11, 3, 42]])]
+    report(measure(systems(model, random_head(model), NEW, ["plain"], {}), model, prompts, repeats=1), {})
+    form = json.loads(capsys.readouterr().out.splitlines()[-1])
+    tables = [line.split() for line in (docs / "performance.md").read_text(encoding="utf-8").splitlines()]
+    kept = sorted((docs / "benchmarks").iterdir())
+    assert kept
+    for path in kept:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        assert told.keys() == form.keys(), path.name
+        for name, row in told["systems"].items():
+            assert row.keys() == form["systems"]["plain"].keys(), path.name
+            assert row["stats"].keys() <= form["systems"]["plain"]["stats"].keys(), path.name
+            pace = (row["tokens_per_second"], ".1f"), (row["speedup_mean"], ".2f"), (min(row["speedups"]), ".2f")
+            assert [name, *(format(*figure) for figure in pace)] in [line[:4] for line in tables], path.name
+
+
 def test_a_text_that_parts_is_counted_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_model("llama", eos_token_id=None)
     runs = systems(model, random_head(model, seed=3), NEW, ["plain", "talon"], {})

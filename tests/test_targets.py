@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import COMMON, VOCABULARY, random_head, with_random_weights
+from models import COMMON, VOCABULARY, drafter_zoo, random_head, with_random_weights
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
@@ -26,6 +26,7 @@ SHARED = {
     "num_kv_shared_layers": 3,
     "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention", "full_attention"],
 }
+ALTUP = {"hidden_size_per_layer_input": 8, "laurel_rank": 4, "activation_sparsity_pattern": [0.95] * 4 + [0.0] * 4}
 GPT = {"n_positions": 256, "n_ctx": 256, "n_embd": 32, "n_layer": 8, "n_head": 4}
 # A head_dim of None leaves the argument out, for configs that derive it.
 VERIFIED: dict[str, dict[str, Any]] = {
@@ -176,6 +177,21 @@ def test_a_model_whose_state_cannot_branch_is_refused_by_name(name: str) -> None
     model = random_model(name, REFUSED[name])
     with pytest.raises(ValueError, match=type(model).__name__.removesuffix("ForCausalLM")):
         check_target(model)
+
+
+@pytest.mark.conformance
+def test_gemma_3n_verifies_trees_but_hands_on_no_state_that_a_head_reads() -> None:
+    """Its layers pass on several states a token (AltUp), so a head is refused; other drafters are served."""
+    model = random_model("gemma3n_text", WINDOW | SMALL_TABLE | SHARED | ALTUP)
+    assert check_target(model) < 1e-4
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 12, "do_sample": False}
+    want = model.generate(PROMPT, **options)
+    drafter = drafter_zoo(want.tolist(), model)["good"]
+    got = generate(PROMPT, model=model, assistant_model=drafter, **options)
+    assert got.tolist() == want.tolist()
+    assert len(set(want[0].tolist())) > 15, "the text is too dull to compare"
+    with pytest.raises(ValueError, match=r"Gemma3nForCausalLM hands \(4, 1, 14, 32\) states from layer to layer"):
+        generate(PROMPT, model=model, assistant_model=random_head(model), **options)
 
 
 def test_a_model_that_ignores_its_mask_is_caught() -> None:
