@@ -12,6 +12,8 @@ from calls import NEW, PROMPT, plain, sequences, talon
 from models import IMAGE_PROMPT, drafter_zoo, image, image_model, random_head, tiny_model
 from packaging.version import Version
 
+pytestmark = pytest.mark.conformance
+
 
 def same_text(model: Any, ids: torch.Tensor = PROMPT, base: Any = None, **options: Any) -> list[list[int]]:
     """The one text that plain `generate` and TALON with a random head and with a good drafter give.
