@@ -151,7 +151,7 @@ def _unreadable_ids(ids: Any) -> str | None:
 
 def check_processors(processors: Any) -> None:
     """Raises ValueError for a processor that takes more than ids and scores, as plain `generate` does on its way."""
-    for processor in processors or ():
+    for processor in processors if isinstance(processors, (list, tuple)) else ():
         taken = list(inspect.signature(processor.__call__).parameters)
         if len(taken) > 2:
             raise ValueError(

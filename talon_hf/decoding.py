@@ -65,8 +65,8 @@ def talon_decode(
     picker = Picker(logits_processor, bool(generation_config.do_sample), len(rows), lockstep)
     transcript = _transcript(prompt.ids, stopping_criteria, generation_config, streamer, lockstep)
 
-    _check(model, prompt, config, stats)
     with stats.timed("total"):
+        _check(model, prompt, config, stats)
         with stats.timed("prefill"):
             scores, commit = _prefill(target, prompt, turn, generation_config)
         tree = DraftTree.from_roots(commit.roots)

@@ -136,13 +136,11 @@ def _origin(function: Any) -> str:
 
 @contextmanager
 def _random_state_of(model: PreTrainedModel) -> Iterator[None]:
-    device = model.device
-    if device.type in ("cpu", "meta"):
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device], device_type=device.type):
-            yield
+    kind = model.device.type
+    # A device may have no random numbers of its own.
+    draws = kind not in ("cpu", "meta") and hasattr(torch.get_device_module(kind), "get_rng_state")
+    with torch.random.fork_rng(devices=[model.device] if draws else [], device_type=kind if draws else "cuda"):
+        yield
 
 
 def _small_difference(model: PreTrainedModel, prompt: Prompt) -> tuple[float, float]:

@@ -70,7 +70,7 @@ def of_a_compiled_model(model: PreTrainedModel, _: pytest.MonkeyPatch) -> tuple[
 
 def of_a_compiled_forward(model: PreTrainedModel, _: pytest.MonkeyPatch) -> tuple[Any, Any]:
     torch._dynamo.reset()
-    model.forward = torch.compile(model.forward, backend="eager")
+    model.lm_head.forward = torch.compile(model.lm_head.forward, backend="eager")
     return both(model)
 
 
@@ -78,6 +78,12 @@ def with_adapters(model: PreTrainedModel, _: pytest.MonkeyPatch) -> tuple[Any, A
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     return both(adapted, base=model)
+
+
+def with_a_forward_that_accelerate_replaced(model: PreTrainedModel, _: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    hooks = pytest.importorskip("accelerate").hooks
+    hooks.add_hook_to_module(model.lm_head, hooks.ModelHook())
+    return both(model)
 
 
 def of_candidates_without_a_base_class(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -120,6 +126,7 @@ CALLS: dict[str, Call] = {
     "offloading": lambda model, _: with_a_cache(model, Offloading()),
     "QuantizedCache": lambda model, _: with_a_cache(model, CompressedCache()),
     "active_peft_config": with_adapters,
+    "_hf_hook": with_a_forward_that_accelerate_replaced,
     "_orig_mod": of_a_compiled_model,
     "_torchdynamo_orig_callable": of_a_compiled_forward,
     "CandidateGenerator": of_candidates_without_a_base_class,
