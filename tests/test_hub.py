@@ -447,7 +447,7 @@ def compare(model, *outputs):
     print(json.dumps({"plain": plain.tolist(), "talon": [out.tolist() for out in outputs], "widest": widest}))
 """
 BY_NAME = """
-model = watch(LlamaForCausalLM.from_pretrained(target))
+model = watch(LlamaForCausalLM.from_pretrained(target, use_kernels=False))
 keyword = model.generate(input_ids=ids, assistant_model=head, **by_name)
 positional = model.generate(ids, assistant_model=head, **by_name)
 compare(model, keyword, positional)
@@ -481,7 +481,7 @@ compare(model, *outputs)
 """
 # Between what docs/hub.md counts, a request that nobody else makes.
 FIVE_CALLS = """
-model = watch(LlamaForCausalLM.from_pretrained(target))
+model = watch(LlamaForCausalLM.from_pretrained(target, use_kernels=False))
 mark = lambda: urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/org/talon/resolve/main/README.md")
 outputs = []
 for pin in ({}, {}, {"revision": os.environ["COMMIT"]}, {"revision": os.environ["COMMIT"]}):
@@ -493,7 +493,7 @@ compare(model, *outputs, talon(model=model, input_ids=ids, assistant_model=head,
 """
 OVERRIDDEN = """
 for source in target.split(","):
-    model = watch(AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True))
+    model = watch(AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True, use_kernels=False))
     assert model.generate.func.__module__.startswith("transformers_modules.")
     keyword = model.generate(input_ids=ids, assistant_model=head, **options)
     positional = model.generate(ids, assistant_model=head, **options)
