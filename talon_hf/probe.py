@@ -139,7 +139,8 @@ def _random_state_of(model: PreTrainedModel) -> Iterator[None]:
     kind = model.device.type
     # A device may have no random numbers of its own.
     draws = kind not in ("cpu", "meta") and hasattr(torch.get_device_module(kind), "get_rng_state")
-    with torch.random.fork_rng(devices=[model.device] if draws else [], device_type=kind if draws else "cuda"):
+    where: dict[str, Any] = {"devices": [model.device], "device_type": kind} if draws else {"devices": []}
+    with torch.random.fork_rng(**where):
         yield
 
 
