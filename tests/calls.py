@@ -19,7 +19,7 @@ from talon_hf import decoding, generate
 PROMPT = torch.tensor([[7, 11, 3, 42, 5, 9, 23]])
 BATCH = torch.tensor([[0, 0, 7, 11, 3, 42], [9, 23, 5, 17, 31, 8], [0, 0, 0, 0, 19, 4]])
 BATCH_MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]])
-NEW = 24
+NEW = 16
 SEED = 5
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwx"
 

@@ -272,7 +272,7 @@ def p_value(counts: Counter[Path], law: dict[Path, float], n: int) -> float:
     return p
 
 
-TIERS = [pytest.param(N_FAST, id="fast"), pytest.param(N_SLOW, id="slow", marks=pytest.mark.slow)]
+TIERS = [pytest.param(N_FAST // 2, id="fast"), pytest.param(N_SLOW, id="slow", marks=pytest.mark.slow)]
 # Rows call their processors one by one: fewer samples show that each node's own prefix is processed.
 SIZES = [pytest.param("plain", N_FAST, id="plain-fast"), pytest.param("processed", N_PROCESSED, id="processed-fast")]
 SIZES += [pytest.param(law, N_SLOW, id=f"{law}-slow", marks=pytest.mark.slow) for law in LAWS]

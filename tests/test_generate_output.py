@@ -202,11 +202,11 @@ def test_a_call_with_what_stands_for_the_cache_of_a_batch_is_refused(pickled: bo
 
 @pytest.mark.parametrize("name", ["perfect", "good", "adversarial", "small_vocabulary"])
 def test_rows_of_a_left_padded_batch_say_what_they_say_alone(name: str, llama: PreTrainedModel) -> None:
-    want = plain(llama, BATCH, attention_mask=BATCH_MASK, max_new_tokens=32)
-    out = talon(llama, BATCH, name, want, attention_mask=BATCH_MASK, max_new_tokens=32)
+    want = plain(llama, BATCH, attention_mask=BATCH_MASK, max_new_tokens=20)
+    out = talon(llama, BATCH, name, want, attention_mask=BATCH_MASK, max_new_tokens=20)
     assert sequences(out) == want.tolist()
     for row, valid, text in zip(BATCH, BATCH_MASK.bool(), out.tolist(), strict=True):
-        alone = sequences(talon(llama, row[valid].unsqueeze(0), name, max_new_tokens=32))[0]
+        alone = sequences(talon(llama, row[valid].unsqueeze(0), name, max_new_tokens=20))[0]
         padding = int((~valid).sum())
         assert text[padding : padding + len(alone)] == alone
         assert not any(text[padding + len(alone) :])

@@ -88,10 +88,6 @@ def assert_same_text(pair: Pair, prompt: str, new_tokens: int, **options: Any) -
     assert output.talon_stats.tau > 1.0, "no draft was ever accepted"
 
 
-def test_one_prompt(real_pair: Pair) -> None:
-    assert_same_text(real_pair, PROMPTS[5], new_tokens=16)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_talon(prompt: str, real_pair: Pair) -> None:

@@ -134,6 +134,7 @@ def test_a_stream_that_is_abandoned_half_way_leaves_the_model_usable(model: Any,
     assert sequences(out) == sequences(plain(model, PROMPT, max_new_tokens=NEW))
 
 
+@pytest.mark.slow
 def test_two_hundred_rounds_leave_nothing_behind(model: Any) -> None:
     """Objects that the collector tracks and attributes of the model are counted, not bytes, which allocators keep."""
     adversary = drafter_zoo(sequences(plain(model, PROMPTS[1], max_new_tokens=201)), model)["adversarial"]

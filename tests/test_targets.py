@@ -148,8 +148,17 @@ def random_model(name: str, options: dict[str, Any]) -> PreTrainedModel:
     return with_random_weights(AutoModelForCausalLM.from_config(config), 0.15).eval()
 
 
+# One of each kind of attention, positions, experts and treatment; the sweep of all the others is slow.
+KINDS = (
+    "llama", "mixtral", "qwen2", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "falcon", "gptj", "phi3", "cohere2",
+    "deepseek_v3", "llama4_text", "gpt_oss", "xglm", "bert", "ctrl", "dory", "gemma4_text, shared keys",
+    "modernbert-decoder",
+)  # fmt: skip
+SWEEP = [pytest.param(name, marks=() if name in KINDS else (pytest.mark.slow, pytest.mark.sweep)) for name in VERIFIED]
+
+
 @pytest.mark.conformance
-@pytest.mark.parametrize("name", VERIFIED)
+@pytest.mark.parametrize("name", SWEEP)
 def test_trees_are_scored_right_and_the_text_is_plain_generates(name: str) -> None:
     version, sizes = Version(transformers.__version__), VERIFIED[name]
     if name == "phimoe" and version < Version("5"):

@@ -184,8 +184,12 @@ def test_a_copy_of_the_cache_gives_plain_generates_text_and_reads_only_what_is_n
         assert shapes[0] == (1, FOLLOW_UP.shape[1] + 1)
 
 
+# Two calls in turns write to both; the other orders of it are slow.
+ORDERS = [pytest.param(order, marks=pytest.mark.slow) for order in ("copy first", "original first", "copy of the copy")]
+
+
 @pytest.mark.parametrize("kind", COPIES)
-@pytest.mark.parametrize("order", ["copy first", "original first", "copy of the copy", "in turns"])
+@pytest.mark.parametrize("order", ["in turns", *ORDERS])
 def test_continuations_of_a_cache_and_its_copy_do_not_disturb_each_other(
     model: Any, head: EagleDraft, kind: str, order: str
 ) -> None:
@@ -321,7 +325,7 @@ def test_an_unpickled_cache_that_does_not_fit_is_read_anew(
 # What has changed on the model since ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["original", *COPIES])
+@pytest.mark.parametrize("kind", ["original", *(pytest.param(kind, marks=pytest.mark.slow) for kind in COPIES)])
 @pytest.mark.parametrize("change", ["the model's dtype", "the head's dtype", "autocast before", "autocast since"])
 def test_a_cache_of_another_dtype_is_read_anew(change: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", eos_token_id=None, dtype=torch.float32)

@@ -46,7 +46,11 @@ def test_half_precision_on_the_cpu(dtype: torch.dtype) -> None:
         assert float(best[0] - best[1]) <= 4 * torch.finfo(dtype).eps * float(best[0].abs())
 
 
-@pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()", "model.forward", "one layer"])
+# The whole model takes seconds to compile.
+WHOLE = [pytest.param(how, marks=pytest.mark.slow) for how in ("model.compile()", "model.forward")]
+
+
+@pytest.mark.parametrize("how", ["torch.compile(model)", *WHOLE, "one layer"])
 def test_a_compiled_model(how: str) -> None:
     model: Any = fp32()
     torch._dynamo.reset()
