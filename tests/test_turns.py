@@ -185,11 +185,12 @@ def test_a_copy_of_the_cache_gives_plain_generates_text_and_reads_only_what_is_n
 
 
 # Two calls in turns write to both; the other orders of it are slow.
-ORDERS = [pytest.param(order, marks=pytest.mark.slow) for order in ("copy first", "original first", "copy of the copy")]
+OTHER_ORDERS = ("copy first", "original first", "copy of the copy")
+ORDERS = ["in turns", *(pytest.param(order, marks=pytest.mark.slow) for order in OTHER_ORDERS)]
 
 
 @pytest.mark.parametrize("kind", COPIES)
-@pytest.mark.parametrize("order", ["in turns", *ORDERS])
+@pytest.mark.parametrize("order", ORDERS)
 def test_continuations_of_a_cache_and_its_copy_do_not_disturb_each_other(
     model: Any, head: EagleDraft, kind: str, order: str
 ) -> None:
