@@ -52,7 +52,9 @@ def real_pair() -> Pair:
     return *target(), load_draft(dtype=torch.float32)
 
 
-# The first test here, so that the command is the one that reads the file.
+# The first test here, so that the command is the one that reads the file, which takes half a minute.
+@pytest.mark.slow
+@pytest.mark.real_pair
 def test_the_command_answers_and_plain_generate_agrees(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
