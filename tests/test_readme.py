@@ -54,8 +54,8 @@ def test_python_of_a_page_runs_from_a_clone(page: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     if page.name == "README.md":
-        text, figure = done.stdout.splitlines()
-        assert text.startswith("The three primary colours are")
+        *text, figure = done.stdout.splitlines()  # rounding decides on each machine how the text goes on
+        assert text[0].startswith("The three primary colours are")
         assert float(re.fullmatch(r"\[(\d\.\d\d) tokens a forward\]", figure)[1]) > 1
 
 
