@@ -46,6 +46,13 @@ def first_inputs(
     if prompt.mask is not None:
         given["attention_mask"] = prompt.mask
     inputs = prepared_inputs(model, prompt.ids, given, cache, past, prompt.columns, is_first)
+    read, expected = inputs.get("input_ids"), prompt.columns - past
+    if isinstance(read, Tensor) and inputs.get("inputs_embeds") is None and read.shape[1] != expected:
+        raise ValueError(
+            f"TALON cannot verify a draft tree on {type(model).__name__}: with a cache, its "
+            f"`prepare_inputs_for_generation` hands on {read.shape[1]} of {expected} tokens. Call `generate` without "
+            "`custom_generate`."
+        )
     mask = inputs.pop("attention_mask", None)
     kept = ("input_ids", "inputs_embeds", "position_ids", *BY_TOKEN)
     inputs = {name: value for name, value in inputs.items() if name not in OURS or name in kept}
