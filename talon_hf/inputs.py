@@ -88,6 +88,12 @@ def later_inputs(model: PreTrainedModel, prompt: Prompt, cache: Any, new: int, o
     return inputs
 
 
+def lasting(model: PreTrainedModel, prompt: Prompt, cache: Any) -> dict[str, Any]:
+    """Those of a call's arguments that every forward gets; images and sounds belong to the prompt's alone."""
+    later = _at_step(model, prompt, cache, 1)
+    return {name: value for name, value in prompt.given.items() if name in later or name == "use_cache"}
+
+
 def refuse_in_chunks(model: PreTrainedModel, prompt: Prompt, inputs: Mapping[str, Any], cache: Any) -> None:
     """Raises ValueError for what several forwards that read the prompt cannot share: images, sounds, embeddings."""
     if prompt.embeds is not None:

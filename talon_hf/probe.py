@@ -22,7 +22,7 @@ from .checks import refuse_target
 from .compat import hooks_of, is_compiled_forward, is_moved_by_accelerate
 from .drafter import FeatureSpec
 from .features import features_of
-from .inputs import following_rows
+from .inputs import following_rows, lasting
 from .prompt import BY_TOKEN, Prompt
 from .target import Target, own_attention
 from .tree import DraftTree
@@ -103,7 +103,9 @@ def foreign_parts(model: PreTrainedModel) -> list[tuple[Any, ...]]:
         if not is_ours and not kind.__module__.startswith("peft."):
             parts.append((f"the class {kind.__name__}", name, kind))
         forward = vars(module).get("forward")
-        if forward is not None and not is_moved_by_accelerate(module) and not is_compiled_forward(forward):
+        # transformers 5.0 puts a class's own forward back onto the module, which is no replacement.
+        is_own = forward is None or getattr(forward, "__func__", None) is kind.forward
+        if not (is_own or is_moved_by_accelerate(module) or is_compiled_forward(forward)):
             parts.append(("a replaced `forward`", name, id(forward)))
         hooks = hooks_of(module).items()
         parts += [("a forward hook", name, i) for i, hook in hooks if not _origin(hook).startswith(HOOKS)]
@@ -148,8 +150,8 @@ def _small_difference(model: PreTrainedModel, prompt: Prompt) -> tuple[float, fl
     """The largest difference, and the largest logit, of the root and a child of it: in a tree, and read alone."""
     rows = len(prompt.ids)
     tokens = _tokens(model, PROMPT_LENGTH + len(SMALL), seed=0).to(prompt.ids.device).expand(rows, -1)
-    given = {name: value for name, value in prompt.given.items() if name not in BY_TOKEN}
     target = Target(model, FeatureSpec(), TreeCache(rows))
+    given = {name: value for name, value in lasting(model, prompt, target.cache).items() if name not in BY_TOKEN}
     target.read(Prompt(tokens[:, :PROMPT_LENGTH], None, given))
     nodes = tokens[:, PROMPT_LENGTH:]
     at_once = target.score(_tree(nodes, SMALL)).logits.float()

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from calls import BATCH, BATCH_MASK, PROMPT, plain, sequences, talon
-from models import random_head, tiny_model
+from models import IMAGE_PROMPT, image, image_model, random_head, tiny_model
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from talon_hf.probe import CHECKED
+from talon_hf.probe import CHECKED, foreign_parts
 
 NEW = 8
 
@@ -164,3 +164,24 @@ def test_the_option_is_true_or_false(value: Any) -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="`talon_check` must be True or False"):
         talon(model, PROMPT, random_head(model), max_new_tokens=1, talon_check=value)
+
+
+@pytest.mark.conformance
+def test_somebodys_image_model_is_tried_without_the_image_of_the_prompt() -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    model = image_model()
+    model.__class__ = type("Own", (type(model),), {"__module__": "somebody"})
+    options = {"pixel_values": image(1), "max_new_tokens": NEW, "do_sample": False}
+    want = model.generate(IMAGE_PROMPT, attention_mask=torch.ones_like(IMAGE_PROMPT), **options)
+    assert sequences(talon(model, IMAGE_PROMPT, random_head(model), **options)) == want.tolist()
+    assert model in CHECKED
+
+
+def test_a_forward_that_was_put_back_is_no_replacement() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[2]
+    layer.forward = layer.forward
+    assert foreign_parts(model) == []
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    assert [part[0] for part in foreign_parts(model)][:1] == ["a replaced `forward`"]
