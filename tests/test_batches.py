@@ -119,7 +119,7 @@ def test_return_sequences_ask_a_prefix_function_with_plain_generates_numbers(
 SMALL = {"vocab_size": 6, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "num_hidden_layers": 7}
 
 
-@pytest.mark.parametrize("acceptance", ["match", "residual"])
+@pytest.mark.parametrize("acceptance", [pytest.param("match", marks=pytest.mark.slow), "residual"])
 def test_return_sequences_of_a_sampled_call_have_plain_generates_law(acceptance: str) -> None:
     """Chi-square of 3-token texts against the law enumerated from the model's own logits (alpha 1e-4)."""
     model = tiny_model("llama", **SMALL)

@@ -102,6 +102,7 @@ def test_whose_fixture_breaks(broken):
 """
 
 
+@pytest.mark.slow
 def test_only_what_is_not_written_down_fails_the_run(tmp_path: Path) -> None:
     ids = [f"test_x.py::test_{name}" for name in ("falls_short[a b]", "falls_short[c]", "whose_fixture_breaks")]
     written = [*ids, "test_x.py::test_mended", "test_x.py::test_gone"]

@@ -200,7 +200,10 @@ def test_a_call_with_what_stands_for_the_cache_of_a_batch_is_refused(pickled: bo
 # Several rows --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["perfect", "good", "adversarial", "small_vocabulary"])
+@pytest.mark.parametrize(
+    "name",
+    ["perfect", "good", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adversarial", "small_vocabulary"))],
+)
 def test_rows_of_a_left_padded_batch_say_what_they_say_alone(name: str, llama: PreTrainedModel) -> None:
     want = plain(llama, BATCH, attention_mask=BATCH_MASK, max_new_tokens=20)
     out = talon(llama, BATCH, name, want, attention_mask=BATCH_MASK, max_new_tokens=20)

@@ -631,6 +631,8 @@ def test_bundle_works_from_the_hub_with_the_requests_that_the_page_lists(
     assert [counts, *map(in_words, (later, pinned, loading, loaded))] == requests_by_the_page(column)[:-1]
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 def test_repository_with_our_code_beside_its_weights_overrides_generate(
     serving: HubStandIn, saved: Path, tmp_path: Path
 ) -> None:

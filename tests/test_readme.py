@@ -42,7 +42,7 @@ RUN = [page for page in PAGES if page.name != NEEDS_A_HUB and blocks(page, "pyth
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.name, marks=[pytest.mark.slow, needs_pair] if page.name == "README.md" else [])
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow, *[needs_pair] * (page.name == "README.md")])
         for page in RUN
     ],
 )
