@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import VOCABULARY, random_head, tiny_model
 
-from talon_hf.bench import SYSTEMS, measure, read_prompts, report, systems
+from talon_hf.tools.bench import SYSTEMS, measure, read_prompts, report, systems
 
 NEW = 8
 

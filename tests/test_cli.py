@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import talon_hf
-from talon_hf import cli, pair
-from talon_hf.cli import main
+from talon_hf.tools import cli, pair
+from talon_hf.tools.cli import main
 
 FIGURES = re.compile(r"(\d+) tokens, (\d+\.\d) tokens/s, tau (\d+\.\d\d), delta (\d+\.\d\d)")
 RATIO = re.compile(r"TALON is \d+\.\d\d times as fast: \d+\.\d against \d+\.\d tokens/s \(3 interleaved pairs\)")

@@ -24,9 +24,9 @@ from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 
-import talon_hf.hub
+import talon_hf.tools.hub
 from talon_hf.config import TalonConfig
-from talon_hf.hub import add_commands, bundle, check_loader_rules, publish, shipped_modules
+from talon_hf.tools.hub import add_commands, bundle, check_loader_rules, publish, shipped_modules
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "talon_hf"
@@ -88,7 +88,7 @@ def test_shipped_set_is_what_the_loader_would_fetch(bundled: Path) -> None:
     fetched = {Path(path).name for path in dynamic_module_utils.get_relative_import_files(entry)} | {"generate.py"}
     assert {path.name for path in shipped_modules()} == fetched
     assert {"generate.py", "decoding.py"} <= fetched
-    assert not {"__init__.py", "hub.py", "cli.py"} & fetched
+    assert not {"__init__.py", "pair.py", "hub.py", "cli.py"} & fetched
 
 
 def test_requirements_satisfy_the_loader_and_equal_those_in_git(bundled: Path) -> None:
@@ -138,7 +138,7 @@ def test_bundle_refuses_modules_that_the_loader_cannot_load(tmp_path: Path, monk
     package = tmp_path / "package"
     package.mkdir()
     (package / "generate.py").write_text("from .missing import x\n")
-    monkeypatch.setattr(talon_hf.hub, "PACKAGE", package)
+    monkeypatch.setattr(talon_hf.tools.hub, "PACKAGE", package)
     with pytest.raises(ValueError, match=r"generate\.py:1: `from \.missing import` names no sibling"):
         bundle(tmp_path / "out")
 

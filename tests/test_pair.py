@@ -11,8 +11,9 @@ import torch
 from test_cli import FIGURES, RATIO
 from transformers import BatchEncoding, PreTrainedModel
 
-from talon_hf import EagleDraft, cli, generate
+from talon_hf import EagleDraft, generate
 from talon_hf.pair import INSTALL, find_gguf, load_draft, load_target
+from talon_hf.tools import cli
 
 pytestmark = pytest.mark.skipif(find_gguf() is None, reason=f"needs the real target: {INSTALL}")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from talon_hf.checks import REFUSED
-from talon_hf.cli import _parser
 from talon_hf.config import TalonConfig
 from talon_hf.pair import INSTALL, find_gguf
+from talon_hf.tools.cli import _parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -128,8 +128,10 @@ def test_every_knob_and_its_default_is_in_the_readme() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
 def test_every_module_has_its_line(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    listed = set(re.findall(r"^(?:  |\| `)(\w+\.py)", text, re.MULTILINE))
-    assert listed == {path.name for path in (ROOT / "talon_hf").glob("*.py")} - {"__init__.py"}
+    listed = set(re.findall(r"^(?:  |\| `)((?:\w+/)*\w+\.py)", text, re.MULTILINE))
+    package = ROOT / "talon_hf"
+    modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
+    assert listed == modules
 
 
 def test_every_refused_argument_is_on_the_compatibility_page() -> None:

@@ -10,7 +10,7 @@ from calls import PROMPT, plain
 from models import tiny_model
 from transformers import PreTrainedModel
 
-from talon_hf.ties import Parting, find_parting, shared
+from talon_hf.tools.ties import Parting, find_parting, shared
 
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from .pair import DRAFT
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 ENTRY = "generate.py"
 DEMO_HEAD_FILES = ("config.json", "model.safetensors", "README.md")
 REQUIREMENTS = "transformers>=4.57\ntorch>=2.6\n"

@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import TextStreamer
 from transformers.utils import logging
 
+from ..config import POLICIES, TalonConfig
+from ..drafter import Drafter
+from ..generate import generate
+from ..stats import TalonStats
 from . import bench, hub
-from .config import POLICIES, TalonConfig
-from .drafter import Drafter
-from .generate import generate
 from .pair import TARGET, load_draft, load_target
-from .stats import TalonStats
 from .ties import Parting, find_parting, shared
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -24,10 +24,10 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .eagle import EagleDraft
-from .generate import generate
+from ..eagle import EagleDraft
+from ..generate import generate
+from ..stats import TalonStats
 from .pair import load_draft, load_target
-from .stats import TalonStats
 from .ties import Parting, find_parting
 
 SYSTEMS = ("plain", "lookup", "talon", "eagle", "chain")
