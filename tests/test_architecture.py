@@ -9,15 +9,21 @@ from pathlib import Path
 
 import pytest
 
+import talon_hf.pair
+from talon_hf import tools
+
 PACKAGE = Path(__file__).parent.parent / "talon_hf"
-# By name within the package: "tree" or "tools.hub".
-FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
+# By name within the package: "tree", "tools" or "tools.hub".
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 MODULES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
 def imports(module: str) -> set[str]:
-    """The package's modules that `module` imports anywhere in it, by name within the package."""
-    package = ".".join(["talon_hf", *module.split(".")[:-1]])
+    """The modules of the package that `module` imports, at its top or in a function."""
+    package = ".".join(FILES[module].parent.relative_to(PACKAGE.parent).parts)
     asked: set[str] = set()
     for node in ast.walk(MODULES[module]):
         if isinstance(node, ast.ImportFrom):
@@ -90,13 +96,23 @@ def test_a_module_knows_only_what_it_may(module: str) -> None:
 
 
 def test_every_module_but_the_entries_has_its_place_in_the_table() -> None:
-    assert set(MODULES) - set(MAY_IMPORT) == {"__init__", "generate", "tools.__init__", "tools.cli"}
+    assert set(MODULES) - set(MAY_IMPORT) == {"__init__", "generate", "tools", "tools.cli"}
 
 
 def test_what_ships_lies_flat_and_what_never_ships_in_tools() -> None:
-    assert {name for name in SHIPPED if "." in name} == set()
-    flat = {name for name in MODULES if "." not in name}
+    flat = {name for name, path in FILES.items() if path.parent == PACKAGE}
+    assert SHIPPED - flat == set()
     assert flat - SHIPPED == {"__init__", "pair"}
+
+
+def test_users_import_the_demo_pair_without_tools_in_its_name() -> None:
+    public = {
+        name: value
+        for name, value in vars(tools.pair).items()
+        if name.isupper() or (getattr(value, "__module__", "") == tools.pair.__name__ and not name.startswith("_"))
+    }
+    assert {name: getattr(talon_hf.pair, name) for name in talon_hf.pair.__all__} == public
+    assert {"load_target", "load_draft", "DRAFT"} <= set(public)
 
 
 def test_the_entry_names_every_module_that_ships() -> None:
@@ -125,7 +141,7 @@ def test_shipped_code_prints_nothing_and_names_no_device(module: str) -> None:
     assert not any(isinstance(node, ast.ExceptHandler) and node.type is None for node in ast.walk(tree))
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if not name.endswith("__init__")])
+@pytest.mark.parametrize("module", [name for name, path in FILES.items() if path.stem != "__init__"])
 def test_every_public_name_says_what_it_is(module: str) -> None:
     kinds = (ast.FunctionDef, ast.ClassDef)
     top = [node for node in MODULES[module].body if isinstance(node, kinds) and not node.name.startswith("_")]
@@ -137,5 +153,5 @@ def test_every_public_name_says_what_it_is(module: str) -> None:
 
 def test_the_architecture_page_has_a_room_for_every_file() -> None:
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    rooms = {f"`{name.replace('.', '/')}.py`" for name in MODULES if not name.endswith("__init__")}
+    rooms = [f"`{path.relative_to(PACKAGE).as_posix()}`" for path in FILES.values() if path.stem != "__init__"]
     assert [room for room in rooms if room not in page] == []
